@@ -1,0 +1,297 @@
+"""The attention layer: one pipeline that every combination of parts runs through.
+
+    x ─► project ─► transform ─► position ─► (cache) ─► select ─► attend ─► gate ─► output ─► y
+
+Parts act through hooks (see `manyheads.core.part`); this file knows none of them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from manyheads.core.cache import Cache, Entry, write_stock
+from manyheads.core.flow import Flow, Links, Rows, View
+from manyheads.core.kernel import Bias, Call, Out, Plan, attend, plan
+from manyheads.core.mask import Axis, Given, Mask, Rule, causal
+from manyheads.core.part import Gate, OptionError, Piece, Position, Program, Project, Site, Transform
+from manyheads.core.spec import Spec
+
+ALONE = Site()
+
+
+class Attention(nn.Module):
+    """Attention by spec.
+
+    >>> layer = Attention("gqa(kv_heads=2) + kha + moh(top=6)", dim=64, heads=8)
+    >>> y = layer(torch.randn(1, 5, 64))
+
+    Args:
+        spec: a spec line; see `manyheads list` for the parts.
+        dim: width D of x and y.
+        heads: query heads H.
+        site: where the layer sits in a stack.
+        dropout: probability of dropping an attention weight in training.
+    """
+
+    def __init__(self, spec: str | Spec, dim: int, heads: int, *, site: Site = ALONE, dropout: float = 0.0) -> None:
+        super().__init__()
+        if heads < 1 or dim < 1:
+            raise OptionError(f"dim={dim} and heads={heads} must both be positive")
+        self.spec = Spec.parse(spec).resolve(site)
+        self.dim, self.heads, self.site, self.dropout = dim, heads, site, dropout
+        pieces: dict[str, list[Piece]] = {stage: [] for stage in self.spec.by_stage}
+        for part, before, after in self.spec.layouts(dim, heads, site):
+            piece = part.build(before, after, site)
+            piece.at = part.at
+            pieces[part.stage].append(piece)
+            self.layout = after
+        self.project = cast(Project, pieces["project"][0])
+        self.transforms, self.positions, self.selects, self.attends, self.gates = (
+            nn.ModuleList(pieces[stage]) for stage in ("transform", "position", "select", "attend", "gate")
+        )
+        self.entries = {
+            name: entry._replace(keep=self.layout.keep if entry.stride == 1 else None)
+            for name, entry in self.project.entries.items()
+        }
+        self._place()
+
+    def _place(self) -> None:
+        """Decide which transforms run before the cache, and on which side of it rotation happens."""
+        roles = {entry.role for entry in self.entries.values()}
+        can_write = self.site.kv_source is None and {"k", "v"} <= roles
+        late: bool = not can_write and self.site.kv_source is None
+        self.early_transforms: list[Transform] = []
+        self.late_transforms: list[Transform] = []
+        for piece in cast(Sequence[Transform], self.transforms):
+            late = late or piece.at == "read"
+            (self.late_transforms if late else self.early_transforms).append(piece)
+        reads = self.project.rotate == "read" or any(piece.at == "read" for piece in self.late_transforms)
+        self.rotate_at = "read" if reads else "write"
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | Axis | None = None,
+        mask: Tensor | Mask | None = None,
+        cache: transformers.Cache | None = None,
+        context: Tensor | None = None,
+        links: Links | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: `[B, T, D]`.
+            positions: int `[B or 1, T]`, or an `Axis` that says more; by default tokens count on from the cache.
+            mask: bool, True = may attend: `[B, T]` marks tokens against padding and is combined with the causal
+                order; `[B or 1, H or 1, T, S]` is the whole truth. Or a `Mask`, used as it is.
+            cache: a `manyheads.Cache`, or a stock transformers cache; rows of x are added to it.
+            context: `[B, S, D']`, the key side of cross-attention.
+            links: collects auxiliary losses (`links.aux`) and carries rows between layers.
+
+        Returns:
+            y `[B, T, D]`. Queries that see no key give zero (before the output projection's bias).
+        """
+        flow = self._flow(x, positions, mask, cache, context, links)
+        q = self.project.queries(flow)
+        flow.memo["queries"] = q
+        for piece in self.early_transforms:
+            q = self._edit(q, piece.on_q, flow)
+        if self.rotate_at == "write":
+            q = self._turn(q, "q", flow.q)
+        flow.rows = self._rows(flow, cache)
+        flow.view = self._view(x.shape[1])
+        q, k, v, axis = self._read(q, flow)
+        call = Call(q, k, v, self._mask(flow, axis, mask), self.layout.scale)
+        for piece in cast(Sequence[Position], self.positions):
+            bias = piece.bias(call.mask, flow)
+            if bias is not None:
+                call = Call(q, k, v, call.mask, call.scale, bias)
+        o = self._attend(call, [*self._pieces()], flow).o
+        o = self.project.undo(o, flow)
+        for piece in self.late_transforms:
+            if piece.linear:
+                o = piece.v_after(o, flow)
+        for piece in cast(Sequence[Gate], self.gates):
+            o = piece.gate(o, flow)
+        if isinstance(cache, Cache) and flow.new_state:
+            cache.state(self.site.layer).update(flow.new_state)
+        return self.project.output(o)
+
+    def _flow(
+        self, x: Tensor, positions: Tensor | Axis | None, mask: Tensor | Mask | None, cache: transformers.Cache | None,
+        context: Tensor | None, links: Links | None,
+    ) -> Flow:  # fmt: skip
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; this layer takes [batch, tokens, {self.dim}]")
+        if self.site.cross != (context is not None):
+            raise ValueError(f"this layer {'needs a context' if self.site.cross else 'takes no context'}")
+        layer = self.site.layer
+        links = Links() if links is None else links
+        q = positions if isinstance(positions, Axis) else self._axis(x, positions, mask, cache)
+        new = q if context is None else Axis(context.shape[1], 0, device=x.device)
+        flow = Flow(x, x if context is None else context, q, new, links, layer, training=self.training)
+        if isinstance(cache, Cache):
+            flow.state = cache.state(layer)
+            flow.past = cache.slots(layer)
+        return flow
+
+    def _axis(
+        self, x: Tensor, positions: Tensor | None, mask: Tensor | Mask | None, cache: transformers.Cache | None
+    ) -> Axis:
+        if isinstance(mask, Mask):
+            return mask.q
+        past = 0
+        if cache is not None and not self.site.cross:
+            past = cache.length(self.site.layer) if isinstance(cache, Cache) else cache.get_seq_length(self.site.layer)
+        valid = mask if mask is not None and mask.ndim == 2 else None
+        if valid is not None and valid.shape[-1] != x.shape[1]:
+            raise ValueError(
+                f"a padding mask marks the tokens of x: [{len(x)}, {x.shape[1]}], not {tuple(valid.shape)}"
+            )
+        if valid is not None and positions is None and not past:
+            positions = (valid.long().cumsum(-1) - 1).clamp_min(0)
+        if isinstance(past, Tensor):
+            time = past.clone() + torch.arange(x.shape[1], device=x.device)[None]
+            return Axis(x.shape[1], None, positions, time, valid=valid, device=x.device)
+        return Axis(x.shape[1], past, positions, valid=valid, device=x.device)
+
+    def _rows(self, flow: Flow, cache: transformers.Cache | None) -> Rows:
+        """This pass's rows, transformed, rotated and cached; or another layer's; or the context's, kept from before."""
+        layer, source = self.site.layer, self.site.kv_source
+        if source is not None:
+            if source not in flow.links.rows:
+                raise ValueError(f"layer {layer} reads the rows of layer {source}, which links do not hold")
+            return flow.links.rows[source]
+        if self.site.cross and isinstance(cache, Cache) and cache.site(layer).length:
+            return cache.site(layer).read(flow.new)
+        rows = self.project.write(flow)
+        for piece in self.early_transforms:
+            for name, entry in self.entries.items():
+                hook = {"k": piece.on_k, "v": piece.on_v}.get(entry.role or "")
+                if hook is not None:
+                    rows[name] = self._edit(rows[name], hook, flow) if entry.role == "k" else hook(rows[name], flow)
+        if self.rotate_at == "write":
+            rows = {name: self._turn(row, name, flow.new) for name, row in rows.items()}
+        written = self._store(rows, flow, cache)
+        flow.links.rows[layer] = written
+        return written
+
+    def _store(self, rows: dict[str, Tensor], flow: Flow, cache: transformers.Cache | None) -> Rows:
+        if cache is None:
+            return Rows(rows, flow.new)
+        if isinstance(cache, Cache):
+            if self.site.cross:
+                return cache.site(self.site.layer).write(rows, self.entries, flow.new, flow.new)
+            return cache.write(self.site.layer, rows, self.entries, flow.new)
+        states = [name for piece in self._pieces() for name in piece.states]
+        if states:
+            raise ValueError(f"a {type(cache).__name__} has no room for the state {states[0]!r}; use manyheads.Cache")
+        tensors = write_stock(cache, self.site.layer, rows, self.entries)
+        return Rows(tensors, _stock_axis(flow.q, next(iter(tensors.values())).shape[2]))
+
+    def _read(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
+        """q, k, v as the kernel takes them, after transforms and rotation on the reading side."""
+        for piece in self.late_transforms:
+            q = self._edit(q, piece.on_q, flow)
+        if flow.view == "absorbed":
+            for piece in reversed(self.late_transforms):
+                q = self._edit(q, piece.k_adjoint, flow)
+        q, k, v, axis = self.project.keys(q, flow)
+        for piece in self.late_transforms:
+            if flow.view == "expanded":
+                k = self._edit(k, piece.on_k, flow)
+            if not piece.linear:
+                v = piece.on_v(v, flow)
+        if self.rotate_at == "read":
+            q, k = self._turn(q, "q", flow.q), self._turn(k, "k", axis)
+        return q, k, v, axis
+
+    def _view(self, queries: int) -> View:
+        """The absorbed view pays while few queries read many latents."""
+        views = self.project.views
+        if len(views) == 1 or not all(piece.linear for piece in self.late_transforms):
+            return cast(View, views[0])
+        return "absorbed" if queries <= self.project.absorb_below else "expanded"
+
+    def _mask(self, flow: Flow, axis: Axis, mask: Tensor | Mask | None) -> Mask:
+        rules: list[Rule] = [rule for piece in self._pieces() for rule in piece.rules(flow)]
+        if isinstance(mask, Mask):
+            rules = [*mask.rules, *rules]
+        elif mask is not None and mask.ndim == 4:
+            if mask.dtype != torch.bool:
+                raise ValueError(f"a mask is bool, True = may attend; this one is {mask.dtype}")
+            rules = [Given(mask), *rules]
+        elif self.site.causal and not self.site.cross:
+            rules = [causal, *rules]
+        return Mask(flow.q, axis, tuple(rules))
+
+    def _attend(self, call: Call, pieces: list[Piece], flow: Flow, need_lse: bool = False) -> Out:
+        """Split, solve, join: parts may turn one attention problem into several."""
+        if not pieces:
+            program = [piece.bind(flow) for piece in self.attends if isinstance(piece, Program)]
+            return attend(call, program, need_lse=need_lse, dropout=self.dropout if self.training else 0.0)
+        piece, *rest = pieces
+        calls = piece.split(call, flow)
+        lse = need_lse or (len(calls) > 1 and piece.joins_by_lse)
+        return piece.join([self._attend(each, rest, flow, lse) for each in calls], flow)
+
+    def _pieces(self) -> list[Piece]:
+        return cast(
+            list[Piece], [self.project, *self.transforms, *self.positions, *self.selects, *self.attends, *self.gates]
+        )
+
+    def _edit(self, x: Tensor, hook: Callable[[Tensor, Flow], Tensor], flow: Flow) -> Tensor:
+        """A hook on the content channels of each head."""
+        return _on_channels(x, self.layout.content, lambda part: hook(part, flow))
+
+    def _turn(self, x: Tensor, name: str, axis: Axis) -> Tensor:
+        """Rotate what rotates of q, of an entry, or of the keys as read."""
+        cut = self.project.rotary(name)
+        if cut is None or not len(self.positions):
+            return x
+        for piece in cast(Sequence[Position], self.positions):
+            x = _on_channels(x, cut, lambda part, turn=piece.turn: turn(part, axis))
+        return x
+
+    def explain(self, queries: int) -> Plan:
+        """Which kernel a pass of `queries` new tokens runs on, and why."""
+        piece_names = [type(piece).__name__ for piece in self.attends if isinstance(piece, Program)]
+        return plan(
+            t=queries,
+            heads=self.layout.q,
+            groups=1 if self._view(queries) == "absorbed" else self.layout.kv,
+            program=piece_names,
+            bias=any(type(piece).bias is not Position.bias for piece in self.positions),
+        )
+
+    def on_step(self, progress: float) -> None:
+        """Pass training progress in [0, 1] to every part with a schedule."""
+        for piece in self._pieces():
+            piece.on_step(progress)
+
+    def extra_repr(self) -> str:
+        return f"{str(self.spec)!r}, dim={self.dim}, heads={self.heads}"
+
+
+def _on_channels(x: Tensor, cut: slice, change: Callable[[Tensor], Tensor]) -> Tensor:
+    first, last, _ = cut.indices(x.shape[-1])
+    if (first, last) == (0, x.shape[-1]):
+        return change(x)
+    return torch.cat([x[..., :first], change(x[..., first:last]), x[..., last:]], -1)
+
+
+def _stock_axis(q: Axis, keys: int) -> Axis:
+    """The keys of a stock cache: they end with the newest query, or (static caches) reach beyond it unseen."""
+    time = torch.arange(keys, device=q.device)[None]
+    if q.given_position is None:
+        return Axis(keys, 0 if q.start is not None else None, None, time, device=q.device)
+    return Axis(keys, 0, q.position[:, -1:] - (q.time[:, -1:] - time), None, device=q.device)
+
+
+__all__ = ["ALONE", "Attention", "Bias", "Entry"]

@@ -1,0 +1,54 @@
+"""ALiBi: a linear penalty on distance, another slope for each head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from manyheads.core.flow import Flow
+from manyheads.core.kernel import Bias
+from manyheads.core.mask import Mask, cols_of, rows_of
+from manyheads.core.part import Heads, Part, Position, Site
+from manyheads.core.position import alibi_slopes
+from manyheads.core.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Alibi(Part):
+    """score_h(i, j) += -m_h · |i - j|, m_h = 2^(-8h/H); positions only, nothing rotates and nothing is learned.
+
+    Source: Press et al. 2021, arXiv 2108.12409. Bidirectional use takes the distance, as the authors suggest.
+    """
+
+    name: ClassVar[str] = "alibi"
+    stage: ClassVar = "position"
+    paper: ClassVar[str] = "arXiv 2108.12409"
+    slot: ClassVar[str | None] = "position"
+
+    @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"alike heads"})
+
+    def layout(self, heads: Heads, site: Site) -> Heads:
+        return heads._replace(rotary=None)
+
+    def build(self, before: Heads, after: Heads, site: Site) -> AlibiPosition:
+        return AlibiPosition(before.q)
+
+
+class AlibiPosition(Position):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def bias(self, mask: Mask, flow: Flow) -> Bias | None:
+        slopes = alibi_slopes(self.heads, flow.x.device).to(flow.x.dtype)[None, :, None, None]
+
+        def tile(q: slice, k: slice) -> Tensor:
+            distance = rows_of(mask.q[q].position) - cols_of(mask.k[k].position)
+            return -slopes * distance.abs()
+
+        return tile

@@ -1,0 +1,407 @@
+"""The key-value cache: rows by site and entry, grown in place, measured in bytes.
+
+A `Cache` is a transformers cache (generation, beams and assisted decoding drive it) whose layers hold whatever entries
+a spec declares. `write` also accepts the library's stock caches, into whose two tensors the entries are packed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from manyheads.core.flow import Rows
+from manyheads.core.mask import Axis
+
+
+class Entry(NamedTuple):
+    """A tensor cached for every token, `[B, heads, slots, width]`.
+
+    role: which transforms touch it when written ("k", "v", or None for rows that are neither yet). stride: tokens that
+    share one slot, the last of them being what the slot holds. keep: how many of the newest rows later queries can
+    still see (None: all).
+    """
+
+    heads: int
+    width: int
+    role: str | None = None
+    stride: int = 1
+    keep: int | None = None
+    dtype: torch.dtype | None = None
+
+
+class State(NamedTuple):
+    """A tensor kept for every sequence, `[B, *shape]`; history: it can be given for earlier tokens too."""
+
+    shape: tuple[int, ...]
+    history: bool = False
+    dtype: torch.dtype | None = None
+
+
+class Growing:
+    """A tensor that grows along its token dimension (2) in place, so that a decode step copies one row.
+
+    With `keep`, rows nobody can see any more are dropped, and their storage is used again.
+    """
+
+    def __init__(self, keep: int | None = None) -> None:
+        self.buffer: Tensor | None = None
+        self.first = self.end = 0
+        self.keep = keep
+
+    def rows(self) -> Tensor:
+        assert self.buffer is not None
+        return self.buffer[:, :, self.first : self.end]
+
+    def append(self, new: Tensor) -> Tensor:
+        """Add rows; returns every row that the new queries may see."""
+        if self.buffer is not None and (self.buffer.requires_grad or new.requires_grad):
+            self.buffer, self.first = torch.cat([self.rows(), new], 2), 0
+            self.end = self.buffer.shape[2]
+        elif new.requires_grad:
+            self.buffer, self.end = new, new.shape[2]
+        else:
+            self._reserve(new)
+            assert self.buffer is not None
+            self.buffer[:, :, self.end : self.end + new.shape[2]] = new
+            self.end += new.shape[2]
+        seen = self.rows()
+        if self.keep is not None:
+            self.first = max(self.first, self.end - self.keep)
+        return seen
+
+    def _reserve(self, new: Tensor) -> None:
+        need = self.end - self.first + new.shape[2]
+        if self.buffer is None or self.end + new.shape[2] > self.buffer.shape[2]:
+            spare = max(64, need // 8) if self.keep is None else max(64, self.keep // 2)
+            fresh = new.new_empty(*new.shape[:2], need + spare, new.shape[3])
+            if self.buffer is not None:
+                fresh[:, :, : self.end - self.first] = self.rows()
+            self.buffer, self.first, self.end = fresh, 0, self.end - self.first
+
+    def drop(self, tokens: int) -> None:
+        self.end -= tokens
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply a change of the batch dimension."""
+        if self.buffer is not None:
+            self.buffer = change(self.rows())
+            self.first, self.end = 0, self.buffer.shape[2]
+
+
+class Slots:
+    """Rows of which `stride` consecutive tokens share a slot; the newest token of a slot is what it holds.
+
+    `write` gives the new queries what they may read: for one token a sequence, the slots themselves; for more, the
+    slots as they were before, followed by the new rows one by one (an earlier query must not see a slot's future).
+    A slot's place on the key axis is that of its newest token. Slots of padding stay invalid.
+    """
+
+    def __init__(self, stride: int) -> None:
+        self.stride = stride
+        self.count = 0
+        self.buffers: dict[str, Tensor] = {}  # rows [B, heads, room, width]; position, time [B, room] of the newest
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.buffers[name].narrow(2 if name == "rows" else 1, 0, self.count)
+
+    def seen(self) -> Rows:
+        position = self["position"]
+        axis = Axis(self.count, None, position, self["time"], None, position >= 0, device=position.device)
+        return Rows({"": self["rows"]}, axis)
+
+    def write(self, new: Tensor, axis: Axis, tokens: int) -> Rows:
+        """`tokens`: how many were seen before this write, padding included; bounds the number of slots."""
+        position, time, valid = (t.expand(len(new), -1) for t in (axis.position, axis.time, axis.validity))
+        before = Rows({"": new}, axis)
+        if self.count and axis.length > 1:
+            old = self.seen()
+            before = Rows({"": torch.cat([old[""], new], 2)}, old.axis.cat(axis))
+        slot = torch.where(valid, position // self.stride, -1)
+        newest = valid.clone()
+        newest[:, :-1] &= slot[:, 1:] != slot[:, :-1]
+        self.count = math.ceil((tokens + axis.length) / self.stride)
+        self._put("rows", new, 2, slot, newest, 0)
+        self._put("position", position, 1, slot, newest, -1)
+        self._put("time", time, 1, slot, newest, -1)
+        return before if axis.length > 1 else self.seen()
+
+    def _put(self, name: str, new: Tensor, dim: int, slot: Tensor, newest: Tensor, empty: int) -> None:
+        old = self.buffers.get(name)
+        room = 0 if old is None else old.shape[dim]
+        if room <= self.count:  # one slot more than counted takes what is not kept
+            shape = [*new.shape]
+            shape[dim] = self.count + 1 + max(64, self.count // 8) - room
+            blank = new.new_full(shape, empty)
+            old = blank if old is None else torch.cat([old, blank], dim)
+        assert old is not None
+        index = torch.where(newest, slot, old.shape[dim] - 1)
+        index = index[:, None, :, None].expand_as(new) if dim == 2 else index
+        tracked = new.requires_grad or old.requires_grad
+        self.buffers[name] = old.scatter(dim, index, new) if tracked else old.scatter_(dim, index, new)
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
+
+    def twin(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        other = Slots(self.stride)
+        other.count, other.buffers = self.count, dict(self.buffers)
+        other.change(change)
+        return other
+
+
+class SiteStore(CacheLayerMixin):
+    """The storage of one attention layer."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.growing: dict[str, Growing] = {}
+        self.slots: dict[str, Slots] = {}
+        self.state: dict[str, Tensor] = {}
+        self.length = 0
+
+    def write(self, rows: Mapping[str, Tensor], entries: Mapping[str, Entry], log: Axis, axis: Axis) -> Rows:
+        tensors: dict[str, Tensor] = {}
+        keys = log
+        for name, new in rows.items():
+            entry = entries[name]
+            if entry.dtype is not None:
+                new = new.to(entry.dtype)
+            if entry.stride > 1:
+                seen = self.slots.setdefault(name, Slots(entry.stride)).write(new, axis, self.length)
+                tensors[name], keys = seen[""], seen.axis
+            else:
+                tensors[name] = self.growing.setdefault(name, Growing(entry.keep)).append(new)
+                kept = tensors[name].shape[2]
+                keys = log if kept == log.length else log[log.length - kept :]
+        self.length += axis.length
+        self.is_initialized = True
+        return Rows(tensors, keys)
+
+    def read(self, axis: Axis) -> Rows:
+        return Rows({name: growing.rows() for name, growing in self.growing.items()}, axis)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Every tensor held, spare capacity included."""
+        yield from (growing.buffer for growing in self.growing.values() if growing.buffer is not None)
+        yield from (buffer for slots in self.slots.values() for buffer in slots.buffers.values())
+        yield from self.state.values()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything stored, without spare capacity."""
+        yield from (growing.rows() for growing in self.growing.values())
+        yield from (slots["rows"] for slots in self.slots.values())
+        yield from self.state.values()
+
+    def why_not_croppable(self) -> str | None:
+        if self.slots:
+            return f"{next(iter(self.slots))!r} merges tokens into slots in place"
+        if self.state:
+            return f"the state {next(iter(self.state))!r} keeps no history"
+        kept = [name for name, growing in self.growing.items() if growing.keep is not None]
+        return f"{kept[0]!r} keeps only the newest rows" if kept else None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        tokens = abs(tokens_to_remove)
+        if tokens == 0 or not self.length:
+            return
+        why = self.why_not_croppable()
+        if why is not None:
+            raise ValueError(f"this cache cannot go back {tokens} tokens: {why}")
+        for growing in self.growing.values():
+            growing.drop(tokens)
+        self.length -= tokens
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        for growing in self.growing.values():
+            growing.change(change)
+        for slots in self.slots.values():
+            slots.change(change)
+        self.state = {name: change(value) for name, value in self.state.items()}
+
+    # the interface of a transformers cache layer
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """For stock attention layers that share the model with ours."""
+        k = self.growing.setdefault("k", Growing()).append(key_states)
+        v = self.growing.setdefault("v", Growing()).append(value_states)
+        self.length += key_states.shape[2]
+        self.is_initialized = True
+        return k, v
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.__init__()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.change(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.change(lambda t: t.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.change(lambda t: t[indices])
+
+
+class Cache(transformers.Cache):
+    """Storage for all sites of a model. Every site sees the same tokens, so one log of their axis serves all.
+
+    >>> cache = Cache()
+    >>> y = layer(x, cache=cache)          # appends x's rows
+    >>> cache.bytes()                      # measured from what is stored
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.axis: Axis | None = None
+
+    def site(self, site: int) -> SiteStore:
+        while len(self.layers) <= site:
+            self.layers.append(SiteStore())
+        return self.layers[site]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        store = self.site(layer_idx)
+        self._extend(Axis(key_states.shape[2], store.length, device=key_states.device), store.length)
+        return store.update(key_states, value_states)
+
+    def _extend(self, axis: Axis, seen: int) -> Axis:
+        """The log after this pass; the first site of a pass adds to it, the others find it done."""
+        if self.axis is None:
+            self.axis = axis
+        elif self.axis.length == seen:
+            self.axis = self.axis.cat(axis)
+        return self.axis
+
+    def write(self, site: int, rows: Mapping[str, Tensor], entries: Mapping[str, Entry], axis: Axis) -> Rows:
+        """Store the rows of `axis` and return what queries of this pass may read."""
+        store = self.site(site)
+        return store.write(rows, entries, self._extend(axis, store.length), axis)
+
+    def length(self, site: int | None = None) -> int:
+        """Tokens seen, padding included."""
+        if site is None:
+            return 0 if self.axis is None else self.axis.length
+        return self.site(site).length
+
+    def state(self, site: int) -> dict[str, Tensor]:
+        return self.site(site).state
+
+    def slots(self, site: int) -> dict[str, Rows]:
+        """Slots of a site as they are before a write."""
+        return {name: slots.seen() for name, slots in self.site(site).slots.items()}
+
+    def bytes(self) -> int:
+        """Bytes of the rows and states stored, measured from the tensors (spare capacity apart: `reserved_bytes`)."""
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors())
+
+    def reserved_bytes(self) -> int:
+        """Bytes of all memory held, room for growth included."""
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.buffers())
+
+    def rollback(self, tokens: int) -> None:
+        """Forget the newest tokens; refused where a site has no way back."""
+        self.crop(-tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+        if self.axis is not None and tokens_to_remove:
+            self.axis = self.axis[: self.axis.length - abs(tokens_to_remove)]
+
+    @property
+    def is_croppable(self) -> bool:
+        return all(layer.why_not_croppable() is None for layer in self.layers)
+
+    def fork(self, batch: Tensor) -> Cache:
+        """An independent cache whose sequence i continues this cache's sequence `batch[i]`."""
+        other = Cache()
+        other.axis = None if self.axis is None else self.axis.batch(lambda t: t[batch])
+        for index, layer in enumerate(self.layers):
+            store = other.site(index)
+            store.length = layer.length
+            store.is_initialized = layer.is_initialized
+            for name, growing in layer.growing.items():
+                copy = store.growing[name] = Growing(growing.keep)
+                copy.append(growing.rows()[batch])
+            store.slots = {name: slots.twin(lambda t: t[batch]) for name, slots in layer.slots.items()}
+            store.state = {name: value[batch] for name, value in layer.state.items()}
+        return other
+
+    def reorder(self, batch: Tensor) -> None:
+        """Sequence i becomes what sequence `batch[i]` was."""
+        self.reorder_cache(batch)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda t: t.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda t: t[indices])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        for layer in self.layers:
+            layer.change(change)
+        if self.axis is not None:
+            self.axis = self.axis.batch(change)
+
+    def reset(self) -> None:
+        self.layers.clear()
+        self.axis = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self.axis is None else self.axis.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+def write_stock(
+    cache: transformers.Cache, site: int, rows: Mapping[str, Tensor], entries: Mapping[str, Entry]
+) -> dict[str, Tensor]:
+    """Store rows in a stock cache (dynamic, static, quantised), two tensors a layer; returns all rows by entry.
+
+    Two entries go in as they are; any other number is packed flat, `[B, 1, S, Σ heads·width]`, and cut in two parts.
+    """
+    for name, entry in entries.items():
+        if entry.stride > 1 or entry.dtype is not None:
+            raise ValueError(
+                f"the entry {name!r} (stride {entry.stride}, dtype {entry.dtype}) does not fit a "
+                f"{type(cache).__name__}, which stores one row a token in one dtype; use manyheads.Cache"
+            )
+    if len(rows) == 2:
+        (a, first), (b, second) = rows.items()
+        k, v = cache.update(first, second, site)
+        return {a: k, b: v}
+    flat = torch.cat([row.transpose(1, 2).flatten(2) for row in rows.values()], -1)[:, None]
+    cut = flat.shape[-1] - flat.shape[-1] // 2
+    k, v = cache.update(flat[..., :cut].contiguous(), flat[..., cut:].contiguous(), site)
+    widths = [entries[name].heads * entries[name].width for name in rows]
+    parts = torch.cat([k, v], -1)[:, 0].split(widths, -1)
+    return {
+        name: part.unflatten(-1, (entries[name].heads, -1)).transpose(1, 2)
+        for name, part in zip(rows, parts, strict=True)
+    }

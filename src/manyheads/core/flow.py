@@ -1,0 +1,64 @@
+"""What one pass carries: rows of a site, the channel between layers, and the scratchpad that hooks read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from manyheads.core.mask import Axis
+
+View = Literal["expanded", "absorbed"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Cached entries of a site as the new queries may read them, `[B, heads, S, width]` each, on one key axis."""
+
+    tensors: Mapping[str, Tensor]
+    axis: Axis
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+@dataclass(eq=False)
+class Links:
+    """The one channel between the layers of a pass: explicit tensors in, explicit tensors out.
+
+    `rows` holds what layers with readers wrote, by layer; `aux` the auxiliary losses by name; `memo` what is computed
+    once a pass. The stack (or the caller of a lone layer) owns it; no cache and no module ever does.
+    """
+
+    rows: dict[int, Rows] = field(default_factory=dict)
+    aux: dict[str, Tensor] = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Flow:
+    """Everything a hook may read; made for each call and never stored on a module.
+
+    x: query side `[B, T, D]`; source: key side (x, or the context of cross-attention). q: axis of the queries; new:
+    axis of the rows written in this pass. state / new_state: per-sequence tensors before and after.
+    """
+
+    x: Tensor
+    source: Tensor
+    q: Axis
+    new: Axis
+    links: Links
+    layer: int = 0
+    rows: Rows | None = None
+    past: Mapping[str, Rows] = field(default_factory=dict)  # slots that may still be written, as before this pass
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    new_state: dict[str, Tensor] = field(default_factory=dict)
+    memo: dict[str, Any] = field(default_factory=dict)
+    view: View = "expanded"
+    training: bool = False
+
+    def add_loss(self, name: str, loss: Tensor) -> None:
+        """An auxiliary loss of this layer, found by the trainer in `links.aux['<layer>.<name>']`."""
+        self.links.aux[f"{self.layer}.{name}"] = loss

@@ -1,0 +1,164 @@
+"""One attention problem, the kernel that solves it, and the exact merge of partial solutions.
+
+`attend` never chooses silently: `plan` says which kernel runs and why each faster one does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from manyheads.core.mask import Mask
+
+Bias = Callable[[slice, slice], Tensor]
+"""A tile (query rows, keys) of an additive score bias, `[B or 1, H or 1, t, s]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention problem: q `[B, H, T, E]`, k `[B, G, S, E]`, v `[B, G, S, V]`, query head h reads head h // (H/G).
+
+    scale multiplies the scores and is always explicit. softcap: scores become `softcap · tanh(score / softcap)`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    scale: float
+    bias: Bias | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Out:
+    """o `[B, H, T, V]`; lse `[B, H, T]`, the log of the softmax denominator (-inf where a query saw nothing)."""
+
+    o: Tensor
+    lse: Tensor | None = None
+
+
+class ScoreProgram(Protocol):
+    """What attend parts do on the explicit path, on tiles of query rows (shapes `[B, H, t, S]`)."""
+
+    halo: int
+
+    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor | None: ...
+    def before(self, scores: Tensor, visible: Tensor, rows: slice) -> Tensor: ...
+    def normalise(self, scores: Tensor, visible: Tensor) -> Tensor | None: ...
+    def after(self, weights: Tensor, visible: Tensor, rows: slice) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel that runs, why, and why each faster kernel does not."""
+
+    kernel: str
+    why: str
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel}: {self.why}", *(f"  not {name}: {reason}" for name, reason in self.refused)]
+        return "\n".join(lines)
+
+
+FEW_ROWS = 32
+"""Query rows of one key head up to which grouped matmuls beat a fused kernel (measured on CPU)."""
+
+
+class SlowPath(UserWarning):
+    """A call needs memory that grows with queries times keys."""
+
+
+def plan(
+    *, t: int, heads: int, groups: int, program: Sequence[str] = (), need_lse: bool = False, bias: bool = False,
+    softcap: bool = False, dropout: bool = False, device: str = "cpu",
+) -> Plan:  # fmt: skip
+    """Choose a kernel from what the call is, never from its data."""
+    refused: list[tuple[str, str]] = []
+    explicit = [
+        *(f"{name} works on the scores" for name in program),
+        *(["the scores are soft-capped"] if softcap else []),
+        *(["a bias is added to the scores"] if bias and need_lse else []),
+    ]
+    if explicit:
+        reason = " and ".join(explicit)
+        return Plan("tiled", f"{reason}; tiles of query rows bound the memory", (("sdpa", reason), ("grouped", reason)))
+    rows = t * (heads // groups)
+    if rows <= FEW_ROWS and not bias and not dropout:
+        return Plan("grouped", f"{rows} query rows a key head: two batched matmuls read the cache once")
+    refused.append(("grouped", f"{rows} query rows a key head, more than {FEW_ROWS}" if rows > FEW_ROWS else "a bias"))
+    if need_lse and device == "cpu" and not dropout:
+        refused.append(("sdpa", "it does not return the log-sum-exp"))
+        return Plan("flash_cpu", "fused, with a log-sum-exp that has a gradient", tuple(refused))
+    if need_lse:
+        refused.append(("sdpa", "it does not return the log-sum-exp"))
+        return Plan("tiled", f"the log-sum-exp is needed on {device}", tuple(refused))
+    return Plan("sdpa", "fused scaled_dot_product_attention", tuple(refused))
+
+
+def attend(
+    call: Call,
+    program: Sequence[ScoreProgram] = (),
+    *,
+    need_lse: bool = False,
+    dropout: float = 0.0,
+    kernel: str = "auto",
+) -> Out:
+    """Solve one attention problem.
+
+    Args:
+        program: score programs in order; any makes the explicit (tiled) path necessary.
+        need_lse: also return the log-sum-exp (to merge with other calls).
+        dropout: probability of dropping an attention weight.
+        kernel: "auto", or one of `kernels.KERNELS` by name; one that cannot serve the call raises.
+    """
+    from manyheads.core.kernels import KERNELS
+
+    if kernel == "auto":
+        kernel = plan(
+            t=call.q.shape[2],
+            heads=call.q.shape[1],
+            groups=call.k.shape[1],
+            program=[str(p) for p in program],
+            need_lse=need_lse,
+            bias=call.bias is not None,
+            softcap=call.softcap is not None,
+            dropout=dropout > 0,
+            device=call.q.device.type,
+        ).kernel
+    elif kernel not in KERNELS:
+        raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
+    return KERNELS[kernel](call, program, need_lse=need_lse, dropout=dropout)
+
+
+def merge(outs: Sequence[Out]) -> Out:
+    """Solutions over disjoint keys joined exactly: o = Σ exp(lse_i - lse) o_i, lse = log Σ exp(lse_i).
+
+    Any order and nesting give the same; a query that saw nothing anywhere stays zero.
+    """
+    if len(outs) == 1:
+        return outs[0]
+    each = [out.lse for out in outs]
+    if any(lse is None for lse in each):
+        raise ValueError("merge needs the log-sum-exp of every part: ask attend for need_lse=True")
+    lses = torch.stack([lse for lse in each if lse is not None])
+    top = lses.amax(0).detach()
+    top = torch.where(top.isinf(), torch.zeros_like(top), top)
+    shares = (lses - top).exp()
+    total = shares.sum(0)
+    weights = shares / total.clamp_min(torch.finfo(total.dtype).tiny)
+    o = sum(w[..., None].to(out.o.dtype) * out.o for w, out in zip(weights, outs, strict=True))
+    assert isinstance(o, Tensor)
+    return Out(o, total.log() + top)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    warnings.warn(message, SlowPath, stacklevel=3)

@@ -1,0 +1,11 @@
+"""The kernels that can solve a `Call`, by name. Each takes (call, program, need_lse, dropout) and returns an `Out`."""
+
+from manyheads.core.kernels.flash_cpu import flash_cpu
+from manyheads.core.kernels.flex import flex
+from manyheads.core.kernels.grouped import grouped
+from manyheads.core.kernels.sdpa import sdpa
+from manyheads.core.kernels.tiled import tiled
+
+KERNELS = {"grouped": grouped, "sdpa": sdpa, "flash_cpu": flash_cpu, "flex": flex, "tiled": tiled}
+
+__all__ = ["KERNELS", "flash_cpu", "flex", "grouped", "sdpa", "tiled"]

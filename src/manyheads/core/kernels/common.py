@@ -1,0 +1,55 @@
+"""What the kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyheads.core.kernel import Call, ScoreProgram
+
+
+def refuse(
+    kernel: str, call: Call, program: Sequence[ScoreProgram], *, dropout: float = 0.0, bias: bool = False
+) -> None:
+    """Say at once what a fused kernel cannot do."""
+    reasons = [
+        *(f"{p} works on the scores" for p in program),
+        *(["a soft cap works on the scores"] if call.softcap is not None else []),
+        *(["it takes no bias"] if call.bias is not None and not bias else []),
+        *(["it has no dropout"] if dropout else []),
+    ]
+    if reasons:
+        raise ValueError(f"kernel {kernel!r} cannot serve this call: {'; '.join(reasons)}; use 'tiled'")
+
+
+def equal_widths(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v padded to one width: fused kernels are much faster so (zeros change no score, extra channels are cut)."""
+    wide = max(call.q.shape[-1], call.v.shape[-1])
+
+    def pad(t: Tensor) -> Tensor:
+        return t if t.shape[-1] == wide else F.pad(t, (0, wide - t.shape[-1]))
+
+    return pad(call.q), pad(call.k), pad(call.v)
+
+
+def zero_empty(o: Tensor, visible: Tensor) -> Tensor:
+    """Exactly zero, with zero gradient, for queries that see no key."""
+    return o.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+
+
+def masked_softmax(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """Softmax over visible keys, in float32 or wider; zero rows where nothing is visible."""
+    wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
+    if visible is None:
+        return scores.softmax(-1, dtype=wide).to(scores.dtype)
+    weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1, dtype=wide).to(scores.dtype)
+    return weights.masked_fill(~visible, 0.0)
+
+
+def masked_lse(scores: Tensor, visible: Tensor | None) -> Tensor:
+    wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
+    hidden = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+    return hidden.to(wide).logsumexp(-1)

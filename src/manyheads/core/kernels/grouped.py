@@ -1,0 +1,32 @@
+"""Decode: the queries that share a key head become rows of one matmul, so that the cache is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+
+from manyheads.core.kernel import Call, Out, ScoreProgram
+from manyheads.core.kernels.common import masked_lse, masked_softmax, refuse
+
+
+def grouped(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = False, dropout: float = 0.0) -> Out:
+    refuse("grouped", call, program, bias=True)
+    batch, heads, t, width = call.q.shape
+    groups, s = call.k.shape[1:3]
+    each = heads // groups
+    q = (call.q * call.scale).reshape(batch, groups, each * t, width)
+    scores = q @ call.k.transpose(-1, -2)
+    visible = None
+    if call.bias is not None or not call.mask.is_full:
+        scores = scores.view(batch, heads, t, s)
+        if call.bias is not None:
+            scores = scores + call.bias(slice(None), slice(None))
+        if not call.mask.is_full:
+            visible = call.mask.tile()
+    lse = masked_lse(scores, visible).view(batch, heads, t) if need_lse else None
+    weights = masked_softmax(scores, visible)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    o = weights.view(batch, groups, each * t, s) @ call.v
+    return Out(o.view(batch, heads, t, -1), lse)

@@ -1,0 +1,30 @@
+"""PyTorch's fused attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyheads.core.kernel import Call, Out, ScoreProgram
+from manyheads.core.kernels.common import equal_widths, refuse
+
+
+def sdpa(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = False, dropout: float = 0.0) -> Out:
+    refuse("sdpa", call, program, bias=True)
+    if need_lse:
+        raise ValueError("kernel 'sdpa' returns no log-sum-exp; use 'flash_cpu', 'grouped' or 'tiled'")
+    q, k, v = equal_widths(call)
+    mask: Tensor | None = None
+    triangle = call.mask.is_causal and call.bias is None and q.shape[2] > 1
+    if not triangle and not (call.mask.is_full and call.bias is None):
+        mask = call.mask.tile()
+    if call.bias is not None:
+        assert mask is not None
+        mask = call.bias(slice(None), slice(None)).to(q.dtype).masked_fill(~mask, -torch.inf)
+    o = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, triangle, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return Out(o[..., : call.v.shape[-1]])

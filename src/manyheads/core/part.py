@@ -1,0 +1,287 @@
+"""The contract of a part: options (a frozen dataclass), the layout it makes, the module it builds, what it costs.
+
+A layer is a pipeline of stages and a part acts at one of them. Its module, a `Piece`, overrides one or two hooks;
+every hook is an identity by default, so the layer needs no special case for any part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from manyheads.core.cache import Entry, State
+from manyheads.core.cost import Cost
+from manyheads.core.flow import Flow
+from manyheads.core.kernel import Bias, Call, Out, merge
+from manyheads.core.mask import Axis, Mask, Rule
+
+Stage = Literal["tokens", "project", "transform", "position", "select", "attend", "gate"]
+STAGES: tuple[Stage, ...] = ("tokens", "project", "transform", "position", "select", "attend", "gate")
+
+NONE: frozenset[str] = frozenset()
+
+FACTS = {
+    "causal": "a query sees no later token",
+    "self": "keys come from the same sequence as queries",
+    "head keys": "each head's keys and values exist as rows, not only as a latent",
+    "token keys": "a key row is one token, written once",
+    "one map": "a head has one attention map",
+    "alike heads": "masks and biases are the same for every head",
+    "softmax": "a query's weights are non-negative and sum to one",
+}
+"""What a part may need, give or break. Combinations are judged from these alone."""
+
+
+class OptionError(ValueError):
+    """An option, or a combination of numbers, that a part cannot honour."""
+
+
+class Heads(NamedTuple):
+    """The layout of a layer's heads. Each part maps it; projections, gates and costs are built from the result.
+
+    q, kv: score heads and key heads, query head h reads key head h // (q/kv). qk_width, v_width: channels of a key
+    and a value. out, out_width: head outputs before the output projection. rotary: the channels of q and k that
+    rotate. content: the channels that transforms may touch. keep: how many of the newest keys are ever seen (None:
+    all).
+    """
+
+    dim: int
+    q: int
+    kv: int
+    qk_width: int
+    v_width: int
+    out: int
+    out_width: int
+    scale: float
+    rotary: slice | None = None
+    content: slice = slice(None)
+    keep: int | None = None
+
+    @classmethod
+    def start(cls, dim: int, heads: int) -> Heads:
+        width = dim // heads
+        return cls(dim, heads, heads, width, width, heads, width, 1.0)
+
+    @property
+    def content_width(self) -> int:
+        return len(range(self.qk_width)[self.content])
+
+
+class Site(NamedTuple):
+    """Where a layer sits. kv_source: the earlier layer whose cached rows this one reads instead of its own."""
+
+    layer: int = 0
+    layers: int = 1
+    causal: bool = True
+    cross: bool = False
+    context_dim: int | None = None
+    max_len: int | None = None
+    kv_source: int | None = None
+
+    @property
+    def facts(self) -> frozenset[str]:
+        return frozenset(
+            {"token keys", "one map", "alike heads", "softmax"}
+            | ({"causal"} if self.causal else set())
+            | (set() if self.cross else {"self"})
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Options of a mechanism. Subclass it as a frozen dataclass, register it, and give it a `build`.
+
+    slot: two parts with one slot exclude each other. needs, gives, breaks: facts (see `FACTS`). at: whether a
+    transform acts on rows before they are cached ("write"), when they are read ("read"), or where the projection
+    allows ("either"). hint: for a fact it needs, the nearest legal choice when something breaks it.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+    paper: ClassVar[str] = ""
+    slot: ClassVar[str | None] = None
+    at: ClassVar[Literal["write", "read", "either"]] = "write"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return NONE
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return NONE
+
+    @property
+    def breaks(self) -> frozenset[str]:
+        return NONE
+
+    @property
+    def hint(self) -> Mapping[str, str]:
+        return {}
+
+    def layout(self, heads: Heads, site: Site) -> Heads:
+        """The layout after this part; raises `OptionError` for numbers that do not fit."""
+        return heads
+
+    def build(self, before: Heads, after: Heads, site: Site) -> Piece:
+        """The module, from the layouts before and after this part (a projection's `after` has the final outputs)."""
+        raise NotImplementedError
+
+    def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
+        return Cost()
+
+
+class Piece(nn.Module):
+    """The module of a part. Hooks that any stage may override; each is an identity here.
+
+    at: see `Part.at`. states: per-sequence tensors that it keeps in the cache.
+    """
+
+    at: Literal["write", "read", "either"] = "write"
+    states: Mapping[str, State] = {}
+    joins_by_lse = True
+
+    def rules(self, flow: Flow) -> tuple[Rule, ...]:
+        """More rules for the mask."""
+        return ()
+
+    def split(self, call: Call, flow: Flow) -> list[Call]:
+        """Several attention problems in place of one."""
+        return [call]
+
+    def join(self, outs: list[Out], flow: Flow) -> Out:
+        """Their answers as one; merging by log-sum-exp is exact for disjoint keys (else set joins_by_lse False)."""
+        return merge(outs)
+
+    def on_step(self, progress: float) -> None:
+        """A schedule: progress of training in [0, 1], called by a trainer callback."""
+
+
+class Project(Piece):
+    """From x to queries and cached rows, from cached rows to keys and values, from head outputs back to x's width."""
+
+    views: tuple[str, ...] = ("expanded",)
+    absorb_below: int = 0  # queries a pass up to which the absorbed view costs less
+    rotate: Literal["write", "read"] = "write"
+    entries: Mapping[str, Entry] = {}
+
+    def queries(self, flow: Flow) -> Tensor:
+        """q `[B, H, T, E]` from `flow.x`."""
+        raise NotImplementedError
+
+    def write(self, flow: Flow) -> dict[str, Tensor]:
+        """The rows to cache, `[B, heads, T, width]` by entry, from `flow.source`."""
+        raise NotImplementedError
+
+    def rotary(self, name: str) -> slice | None:
+        """The channels that rotate: of "q", of an entry, or of "k" as `keys` returns it."""
+        return None
+
+    def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
+        """q, k, v in `flow.view` and the axis of the keys, from `flow.rows`."""
+        raise NotImplementedError
+
+    def undo(self, o: Tensor, flow: Flow) -> Tensor:
+        """Head outputs from what attention returned in `flow.view`."""
+        return o
+
+    def output(self, o: Tensor) -> Tensor:
+        """`[B, out, T, out_width]` to y `[B, T, D]`."""
+        raise NotImplementedError
+
+
+class Transform(Piece):
+    """Changes head features. `x` of the hooks holds the content channels of each head, `[B, heads, N, width]`.
+
+    linear: k_map and v_map exist, so that the transform also acts where keys are never formed (an absorbed view).
+    """
+
+    linear = False
+
+    def on_q(self, q: Tensor, flow: Flow) -> Tensor:
+        return q
+
+    def on_k(self, k: Tensor, flow: Flow) -> Tensor:
+        return k
+
+    def on_v(self, v: Tensor, flow: Flow) -> Tensor:
+        return v
+
+    def k_adjoint(self, q: Tensor, flow: Flow) -> Tensor:
+        """q' with q'·k = q·on_k(k) for every key."""
+        return q
+
+    def v_after(self, o: Tensor, flow: Flow) -> Tensor:
+        """on_v moved behind the weighted sum: the same as mapping every value first."""
+        return o
+
+
+class Position(Piece):
+    """How positions enter: by turning channels of q and k, or as a bias on the scores."""
+
+    def turn(self, x: Tensor, axis: Axis) -> Tensor:
+        """Rotate the rotary channels of queries or keys, `[B, heads, N, rotary width]`."""
+        return x
+
+    def bias(self, mask: Mask, flow: Flow) -> Bias | None:
+        return None
+
+
+class Program(Piece):
+    """An attend part on the explicit path. Shapes `[B, H, t, S]`; `rows` are the query rows of the tile.
+
+    scores and normalise return None to leave the plain product and softmax in place.
+    """
+
+    halo: int = 0
+
+    def scores(self, q: Tensor, k: Tensor, scale: float, flow: Flow) -> Tensor | None:
+        return None
+
+    def before(self, scores: Tensor, visible: Tensor, rows: slice, flow: Flow) -> Tensor:
+        return scores
+
+    def normalise(self, scores: Tensor, visible: Tensor, flow: Flow) -> Tensor | None:
+        return None
+
+    def after(self, weights: Tensor, visible: Tensor, rows: slice, flow: Flow) -> Tensor:
+        return weights
+
+    def bind(self, flow: Flow) -> BoundProgram:
+        return BoundProgram(self, flow)
+
+
+class BoundProgram(NamedTuple):
+    """A score program and the pass it runs in, as kernels take it."""
+
+    piece: Program
+    flow: Flow
+
+    @property
+    def halo(self) -> int:
+        return self.piece.halo
+
+    def __str__(self) -> str:
+        return type(self.piece).__name__
+
+    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+        return self.piece.scores(q, k, scale, self.flow)
+
+    def before(self, scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
+        return self.piece.before(scores, visible, rows, self.flow)
+
+    def normalise(self, scores: Tensor, visible: Tensor) -> Tensor | None:
+        return self.piece.normalise(scores, visible, self.flow)
+
+    def after(self, weights: Tensor, visible: Tensor, rows: slice) -> Tensor:
+        return self.piece.after(weights, visible, rows, self.flow)
+
+
+class Gate(Piece):
+    """Weighs or normalises head outputs before the output projection."""
+
+    def gate(self, o: Tensor, flow: Flow) -> Tensor:
+        """o `[B, out, T, out_width]`; losses go to `flow.add_loss`."""
+        return o

@@ -1,0 +1,79 @@
+"""Every part by name. A part registers itself; the parser, `manyheads list` and the docs read this."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from manyheads.core.part import STAGES, OptionError, Part
+
+P = TypeVar("P", bound=type[Part])
+Q = TypeVar("Q", bound=type)
+
+
+class Preset(Protocol):
+    """A name for several parts: a frozen dataclass of options whose `parts` it stands for."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def parts(self) -> tuple[Part, ...]: ...
+
+
+_PRESETS: dict[str, Any] = {}
+
+_PARTS: dict[str, type[Part]] = {}
+
+
+def register(part: P) -> P:
+    """Class decorator: make a part known under its `name`."""
+    if part.stage not in STAGES:
+        raise OptionError(f"part {part.name!r} names the stage {part.stage!r}; stages are {', '.join(STAGES)}")
+    known = _PARTS.get(part.name)
+    if known is not None and known.__qualname__ != part.__qualname__:
+        raise OptionError(f"two parts are called {part.name!r}: {known.__module__} and {part.__module__}")
+    _PARTS[part.name] = part
+    return part
+
+
+def register_preset(preset: Q) -> Q:
+    """Class decorator: make a preset known under its `name`."""
+    _PRESETS[preset.name] = preset  # type: ignore[attr-defined]
+    return preset
+
+
+def all_presets() -> dict[str, type[Preset]]:
+    """All presets by name."""
+    all_parts()
+    return dict(sorted(_PRESETS.items()))
+
+
+def find(name: str) -> type[Part]:
+    """The part of that name; an unknown one raises with the nearest names."""
+    parts = all_parts()
+    if name not in parts:
+        near = difflib.get_close_matches(name, parts, n=3) or list(parts)
+        raise OptionError(f"no part {name!r}; did you mean {' or '.join(near)}?")
+    return parts[name]
+
+
+def all_parts() -> dict[str, type[Part]]:
+    """All parts, by stage and name."""
+    import manyheads.attention  # noqa: F401  (registers the parts of the library)
+
+    ordered = sorted(_PARTS.values(), key=lambda part: (STAGES.index(part.stage), part.name))
+    return {part.name: part for part in ordered}
+
+
+def options(part: type) -> dict[str, dict[str, Any]]:
+    """The options of a part: `{name: {"type": text, "default": value}}`."""
+    hints = typing.get_type_hints(part)
+    return {
+        field.name: {
+            "type": getattr(hints[field.name], "__name__", str(hints[field.name])).replace("typing.", ""),
+            "default": None if field.default is dataclasses.MISSING else field.default,
+        }
+        for field in dataclasses.fields(part)
+    }

@@ -1,0 +1,255 @@
+"""A spec: the one-line name of a combination of parts, such as `mla(rank=160, rope_dim=32) + moh(top=6)`.
+
+It parses to frozen dataclasses, prints back to the same line, and says no with a reason when two parts exclude each
+other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from manyheads.core.cost import Cost
+from manyheads.core.part import FACTS, STAGES, Heads, OptionError, Part, Site
+from manyheads.core.registry import all_presets, find
+
+
+class SpecError(OptionError):
+    """A line that is not a spec, or parts that do not go together."""
+
+
+_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_][\w-]*)|(?P<number>[-+]?\d[\w.+-]*)|(?P<sign>[+(),=\[\]]))")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Parts in pipeline order. Build one with `Spec.parse`."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def parse(cls, line: str | Spec) -> Spec:
+        """Read a line; an error points at the token."""
+        return line if isinstance(line, Spec) else cls(tuple(_Parser(line).parts()))
+
+    def __str__(self) -> str:
+        return " + ".join(_print(part) for part in self.parts)
+
+    def resolve(self, site: Site) -> Spec:
+        """In pipeline order, with what is implied: `gqa` (all heads) and, in causal self-attention, `rope`."""
+        parts = sorted(self.parts, key=lambda part: STAGES.index(part.stage))
+        stages = {part.stage for part in parts}
+        if "project" not in stages:
+            parts.append(find("gqa")())
+        if "position" not in stages and site.causal and not site.cross:
+            parts.append(find("rope")())
+        spec = Spec(tuple(sorted(parts, key=lambda part: STAGES.index(part.stage))))
+        spec.check(site)
+        return spec
+
+    def check(self, site: Site) -> None:
+        """Judge the combination from slots and facts alone, left to right."""
+        taken: dict[str, Part] = {}
+        facts = site.facts
+        broken: dict[str, Part] = {}
+        for part in self.parts:
+            if part.slot is not None and part.slot in taken:
+                raise SpecError(
+                    f"{taken[part.slot].name!r} and {part.name!r} both take the slot {part.slot!r}; keep one of them"
+                )
+            for fact in sorted(part.needs - facts):
+                why = f"which {broken[fact].name!r} breaks" if fact in broken else "which nothing here gives"
+                hint = part.hint.get(fact)
+                for other in self.parts:
+                    hint = other.hint.get(f"gives {fact}", hint)
+                raise SpecError(
+                    f"{part.name!r} needs {fact!r} ({FACTS[fact]}), {why}"
+                    + (f"; nearest legal: {hint}" if hint else "")
+                )
+            if part.slot is not None:
+                taken[part.slot] = part
+            broken.update(dict.fromkeys(part.breaks & facts, part))
+            facts = (facts - part.breaks) | part.gives
+        if sum(part.stage == "project" for part in self.parts) != 1:
+            names = [part.name for part in self.parts if part.stage == "project"]
+            raise SpecError(f"a spec has one projection, this one has {names or 'none'}")
+
+    def layouts(self, dim: int, heads: int, site: Site) -> list[tuple[Part, Heads, Heads]]:
+        """Each part with the layout before and after it; the projection's `after` carries the final outputs."""
+        now = Heads.start(dim, heads)
+        steps: list[tuple[Part, Heads, Heads]] = []
+        for part in self.parts:
+            after = part.layout(now, site)
+            steps.append((part, now, after))
+            now = after
+        final = now
+        return [
+            (part, before, after._replace(out=final.out, out_width=final.out_width, keep=final.keep))
+            if part.stage == "project"
+            else (part, before, after)
+            for part, before, after in steps
+        ]
+
+    def cost(self, dim: int, heads: int, site: Site | None = None) -> Cost:
+        """Parameters, cache and FLOPs of a layer with this spec."""
+        site = site or Site()
+        total = Cost()
+        for part, before, after in self.resolve(site).layouts(dim, heads, site):
+            total = total + part.cost(before, after, site)
+        return total
+
+    @cached_property
+    def by_stage(self) -> dict[str, list[Part]]:
+        return {stage: [part for part in self.parts if part.stage == stage] for stage in STAGES}
+
+
+def _print(part: Part) -> str:
+    changed = [
+        f"{field.name}={_value(getattr(part, field.name))}"
+        for field in dataclasses.fields(part)
+        if getattr(part, field.name) != field.default
+    ]
+    return part.name + (f"({', '.join(changed)})" if changed else "")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_value(each) for each in value) + "]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+class _Parser:
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self.tokens = list(self._scan())
+        self.next = 0
+
+    def _scan(self) -> Iterator[tuple[str, str, int]]:
+        at = 0
+        text = self.line.rstrip()
+        while at < len(text):
+            match = _TOKEN.match(text, at)
+            if match is None:
+                raise self._error(at + len(text[at:]) - len(text[at:].lstrip()), "not part of a spec")
+            kind = match.lastgroup or ""
+            yield kind, match.group(kind), match.start(kind)
+            at = match.end()
+        yield "end", "", len(text)
+
+    def _error(self, at: int, message: str) -> SpecError:
+        return SpecError(f"{message}\n  {self.line}\n  {' ' * at}^")
+
+    def _take(self, *wanted: str) -> tuple[str, str, int]:
+        kind, text, at = self.tokens[self.next]
+        if text not in wanted and kind not in wanted:
+            found = repr(text) if text else "the end"
+            raise self._error(at, f"expected {' or '.join(wanted)}, found {found}")
+        self.next += 1
+        return kind, text, at
+
+    def parts(self) -> Iterator[Part]:
+        yield from self._part()
+        while self.tokens[self.next][0] != "end":
+            self._take("+")
+            yield from self._part()
+
+    def _part(self) -> tuple[Part, ...]:
+        _, name, at = self._take("word")
+        try:
+            part = all_presets().get(name) or find(name)
+        except OptionError as error:
+            raise self._error(at, str(error)) from None
+        given: dict[str, Any] = {}
+        if self.tokens[self.next][1] == "(":
+            self._take("(")
+            while self.tokens[self.next][1] != ")":
+                self._option(part, given)
+                if self.tokens[self.next][1] != ")":
+                    self._take(",")
+            self._take(")")
+        try:
+            made = part(**given)
+        except (TypeError, OptionError) as error:
+            raise self._error(at, f"{name}: {error}") from None
+        return (made,) if isinstance(made, Part) else made.parts()
+
+    def _option(self, part: type, given: dict[str, Any]) -> None:
+        fields = [field.name for field in dataclasses.fields(part)]
+        at = self.tokens[self.next][2]
+        named = self.tokens[self.next + 1][1] == "="
+        if named:
+            _, name, _ = self._take("word")
+            self._take("=")
+        elif not fields or given:
+            raise self._error(at, f"only the first option of {part.name!r} may go without its name")
+        else:
+            name = fields[0]
+        if name not in fields:
+            raise self._error(at, f"{part.name!r} has no option {name!r}; it has {', '.join(fields) or 'none'}")
+        if name in given:
+            raise self._error(at, f"option {name!r} is given twice")
+        value_at = self.tokens[self.next][2]
+        try:
+            given[name] = _fit(self._value(), typing.get_type_hints(part)[name])
+        except ValueError as error:
+            raise self._error(value_at, f"{part.name}({name}=…): {error}") from None
+
+    def _value(self) -> Any:
+        kind, text, at = self._take("word", "number", "[")
+        if text == "[":
+            values = []
+            while self.tokens[self.next][1] != "]":
+                values.append(self._value())
+                if self.tokens[self.next][1] != "]":
+                    self._take(",")
+            self._take("]")
+            return tuple(values)
+        if kind == "number":
+            try:
+                return int(text)
+            except ValueError:
+                try:
+                    return float(text)
+                except ValueError:
+                    raise self._error(at, f"{text!r} is not a number") from None
+        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    """The value as the option's type wants it, or a ValueError that says what would fit."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        errors = []
+        for choice in typing.get_args(hint):
+            try:
+                return _fit(value, choice)
+            except ValueError as error:
+                errors.append(str(error))
+        raise ValueError("; or ".join(dict.fromkeys(errors)))
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        value = "none" if value is None and "none" in choices else value
+        if value not in choices:
+            raise ValueError(f"{_value(value)} is none of {', '.join(map(str, choices))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            raise ValueError(f"{_value(value)} is not a list [...]")
+        return tuple(_fit(each, typing.get_args(hint)[0]) for each in value)
+    if hint is type(None):
+        if value is not None:
+            raise ValueError(f"{_value(value)} is not none")
+        return None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ValueError(f"{_value(value)} is not {'an int' if hint is int else f'a {hint.__name__}'}")
+    return value
