@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from manyheads.core.cache import Cache, Entry, write_stock
 from manyheads.core.flow import Flow, Links, Rows, View
-from manyheads.core.kernel import Bias, Call, Out, Plan, attend, plan
+from manyheads.core.kernel import Bias, Call, Out, Plan, attend, plan_call
 from manyheads.core.mask import Axis, Given, Mask, Rule, causal
-from manyheads.core.part import Gate, OptionError, Piece, Position, Program, Project, Site, Transform
+from manyheads.core.part import BoundProgram, Gate, OptionError, Piece, Position, Program, Project, Site, Transform
 from manyheads.core.spec import Spec
 
 ALONE = Site()
@@ -131,11 +131,25 @@ class Attention(nn.Module):
             raise ValueError(f"x has shape {tuple(x.shape)}; this layer takes [batch, tokens, {self.dim}]")
         if self.site.cross != (context is not None):
             raise ValueError(f"this layer {'needs a context' if self.site.cross else 'takes no context'}")
+        if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.ndim not in (2, 4)):
+            raise ValueError(
+                f"a mask is bool, True = may attend, [B, T] or [B, H, T, S]; this one is {mask.dtype}, {[*mask.shape]}"
+            )
         layer = self.site.layer
         links = Links() if links is None else links
         q = positions if isinstance(positions, Axis) else self._axis(x, positions, mask, cache)
-        new = q if context is None else Axis(context.shape[1], 0, device=x.device)
-        flow = Flow(x, x if context is None else context, q, new, links, layer, training=self.training)
+        source, new = (x, q) if context is None else (context, Axis(context.shape[1], 0, device=x.device))
+        if isinstance(mask, Mask) and (context is not None or cache is None):
+            new = mask.k
+        for what, axis, rows in (("queries", q, x), ("keys", new, source)):
+            if axis.length != rows.shape[1]:
+                raise ValueError(f"an axis of {axis.length} {what} describes {rows.shape[1]}")
+        if cache is not None and not isinstance(cache, Cache):
+            if self.site.cross:
+                raise ValueError(f"a {type(cache).__name__} would take the context anew each pass; use manyheads.Cache")
+            if q.valid is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
+                raise ValueError(f"a {type(cache).__name__} forgets padding; give a 4-D mask, or use manyheads.Cache")
+        flow = Flow(x, source, q, new, links, layer, training=self.training)
         if isinstance(cache, Cache):
             flow.state = cache.state(layer)
             flow.past = cache.slots(layer)
@@ -148,14 +162,17 @@ class Attention(nn.Module):
             return mask.q
         past = 0
         if cache is not None and not self.site.cross:
-            past = cache.length(self.site.layer) if isinstance(cache, Cache) else cache.get_seq_length(self.site.layer)
+            source = self.site.kv_source
+            at = self.site.layer if source is None else source
+            past = cache.length(at) if isinstance(cache, Cache) else cache.get_seq_length(at)
+            past = past if source is None else past - x.shape[1]  # which the source has written in this pass
         valid = mask if mask is not None and mask.ndim == 2 else None
-        if valid is not None and valid.shape[-1] != x.shape[1]:
-            raise ValueError(
-                f"a padding mask marks the tokens of x: [{len(x)}, {x.shape[1]}], not {tuple(valid.shape)}"
-            )
-        if valid is not None and positions is None and not past:
-            positions = (valid.long().cumsum(-1) - 1).clamp_min(0)
+        for what, given in (("a padding mask", valid), ("positions", positions)):
+            if given is not None and (given.ndim != 2 or given.shape[1] != x.shape[1]):
+                raise ValueError(f"{what} must be about the tokens of x, {[*x.shape[:2]]}, not {[*given.shape]}")
+        if positions is None:
+            log = cache.axis if isinstance(cache, Cache) else None
+            positions = _count_on(None if not past or log is None else log[:past], valid, x.shape[1])
         if isinstance(past, Tensor):
             time = past.clone() + torch.arange(x.shape[1], device=x.device)[None]
             return Axis(x.shape[1], None, positions, time, valid=valid, device=x.device)
@@ -169,6 +186,8 @@ class Attention(nn.Module):
                 raise ValueError(f"layer {layer} reads the rows of layer {source}, which links do not hold")
             return flow.links.rows[source]
         if self.site.cross and isinstance(cache, Cache) and cache.site(layer).length:
+            if cache.site(layer).length != flow.new.length:
+                raise ValueError(f"the cache holds a context of {cache.site(layer).length}, not {flow.new.length}")
             return cache.site(layer).read(flow.new)
         rows = self.project.write(flow)
         for piece in self.early_transforms:
@@ -187,13 +206,17 @@ class Attention(nn.Module):
             return Rows(rows, flow.new)
         if isinstance(cache, Cache):
             if self.site.cross:
-                return cache.site(self.site.layer).write(rows, self.entries, flow.new, flow.new)
+                store = cache.site(self.site.layer)
+                store.fixed = True
+                return store.write(rows, self.entries, flow.new, flow.new)
             return cache.write(self.site.layer, rows, self.entries, flow.new)
         states = [name for piece in self._pieces() for name in piece.states]
         if states:
             raise ValueError(f"a {type(cache).__name__} has no room for the state {states[0]!r}; use manyheads.Cache")
+        first = cache.get_mask_sizes(flow.q.length, self.site.layer)[1]
+        first = first.clone() if isinstance(first, Tensor) else first
         tensors = write_stock(cache, self.site.layer, rows, self.entries)
-        return Rows(tensors, _stock_axis(flow.q, next(iter(tensors.values())).shape[2]))
+        return Rows(tensors, _stock_axis(flow.q, first, next(iter(tensors.values())).shape[2]))
 
     def _read(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
         """q, k, v as the kernel takes them, after transforms and rotation on the reading side."""
@@ -224,8 +247,6 @@ class Attention(nn.Module):
         if isinstance(mask, Mask):
             rules = [*mask.rules, *rules]
         elif mask is not None and mask.ndim == 4:
-            if mask.dtype != torch.bool:
-                raise ValueError(f"a mask is bool, True = may attend; this one is {mask.dtype}")
             rules = [Given(mask), *rules]
         elif self.site.causal and not self.site.cross:
             rules = [causal, *rules]
@@ -234,12 +255,14 @@ class Attention(nn.Module):
     def _attend(self, call: Call, pieces: list[Piece], flow: Flow, need_lse: bool = False) -> Out:
         """Split, solve, join: parts may turn one attention problem into several."""
         if not pieces:
-            program = [piece.bind(flow) for piece in self.attends if isinstance(piece, Program)]
-            return attend(call, program, need_lse=need_lse, dropout=self.dropout if self.training else 0.0)
+            return attend(call, self._program(flow), need_lse=need_lse, dropout=self.dropout if self.training else 0.0)
         piece, *rest = pieces
         calls = piece.split(call, flow)
         lse = need_lse or (len(calls) > 1 and piece.joins_by_lse)
         return piece.join([self._attend(each, rest, flow, lse) for each in calls], flow)
+
+    def _program(self, flow: Flow) -> list[BoundProgram]:
+        return [piece.bind(flow) for piece in self.attends if isinstance(piece, Program)]
 
     def _pieces(self) -> list[Piece]:
         return cast(
@@ -261,14 +284,23 @@ class Attention(nn.Module):
 
     def explain(self, queries: int) -> Plan:
         """Which kernel a pass of `queries` new tokens runs on, and why."""
-        piece_names = [type(piece).__name__ for piece in self.attends if isinstance(piece, Program)]
-        return plan(
-            t=queries,
-            heads=self.layout.q,
-            groups=1 if self._view(queries) == "absorbed" else self.layout.kv,
-            program=piece_names,
-            bias=any(type(piece).bias is not Position.bias for piece in self.positions),
-        )
+        heads, axis = self.layout, Axis(queries, 0)
+        groups = 1 if self._view(queries) == "absorbed" else heads.kv
+        one = next(self.parameters()).detach().flatten()[:1]  # shapes without memory
+        q, k, v, x = (
+            one.expand(1, *shape)
+            for shape in (
+                (heads.q, queries, heads.qk_width), (groups, queries, heads.qk_width),
+                (groups, queries, heads.v_width), (queries, self.dim),
+            )
+        )  # fmt: skip
+        flow, lse = Flow(x, x, axis, axis, Links(), self.site.layer), False
+        biased = any(type(piece).bias is not Position.bias for piece in cast(Sequence[Position], self.positions))
+        call = Call(q, k, v, Mask(axis, axis), heads.scale, (lambda q, k: one) if biased else None)
+        for piece in self._pieces():
+            call, *more = piece.split(call, flow)
+            lse = lse or (bool(more) and piece.joins_by_lse)
+        return plan_call(call, self._program(flow), need_lse=lse, dropout=self.dropout if self.training else 0.0)
 
     def on_step(self, progress: float) -> None:
         """Pass training progress in [0, 1] to every part with a schedule."""
@@ -286,12 +318,24 @@ def _on_channels(x: Tensor, cut: slice, change: Callable[[Tensor], Tensor]) -> T
     return torch.cat([x[..., :first], change(x[..., first:last]), x[..., last:]], -1)
 
 
-def _stock_axis(q: Axis, keys: int) -> Axis:
-    """The keys of a stock cache: they end with the newest query, or (static caches) reach beyond it unseen."""
-    time = torch.arange(keys, device=q.device)[None]
-    if q.given_position is None:
-        return Axis(keys, 0 if q.start is not None else None, None, time, device=q.device)
-    return Axis(keys, 0, q.position[:, -1:] - (q.time[:, -1:] - time), None, device=q.device)
+def _count_on(log: Axis | None, valid: Tensor | None, new: int) -> Tensor | None:
+    """Positions of new tokens after those of the log, padding left out; None where they equal time."""
+    if valid is None and (log is None or log.given_position is None):
+        return None
+    newest = -1 if log is None else torch.where(log.validity, log.position, -1).amax(-1, keepdim=True)
+    if valid is not None:
+        return (newest + valid.long().cumsum(-1)).clamp_min(0)
+    assert isinstance(newest, Tensor)
+    return newest + torch.arange(1, new + 1, device=newest.device)
+
+
+def _stock_axis(q: Axis, first: int | Tensor, keys: int) -> Axis:
+    """The keys of a stock cache, from time `first` on; static ones reach beyond the newest query, unseen."""
+    if isinstance(first, int) and q.given_position is None:
+        return Axis(keys, first, device=q.device)
+    time = first + torch.arange(keys, device=q.device)[None]
+    position = None if q.given_position is None else q.position[:, -1:] - (q.time[:, -1:] - time)
+    return Axis(keys, first if isinstance(first, int) else None, position, time, device=q.device)
 
 
 __all__ = ["ALONE", "Attention", "Bias", "Entry"]

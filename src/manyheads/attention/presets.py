@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyheads.core.part import Part
-from manyheads.core.registry import find, register_preset
+from manyheads.core.registry import register_preset
+from manyheads.core.spec import Spec
 
 
 @register_preset
@@ -26,7 +27,7 @@ class GDA:
     offset: int = 0
 
     def parts(self) -> tuple[Part, ...]:
-        return (
-            find("differential")(ratio=self.ratio, offset=self.offset),
-            find("head_norm")(scale="differential", offset=self.offset),
-        )
+        return Spec.parse(
+            f"differential(ratio={self.ratio}, offset={self.offset}) + "
+            f"head_norm(scale=differential, offset={self.offset})"
+        ).parts

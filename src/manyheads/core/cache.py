@@ -6,6 +6,7 @@ a spec declares. `write` also accepts the library's stock caches, into whose two
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -43,6 +44,10 @@ class State(NamedTuple):
     dtype: torch.dtype | None = None
 
 
+SLACK = 64
+"""Rows kept beyond those that can be seen, so that a window can be rolled back a little (draft verification)."""
+
+
 class Growing:
     """A tensor that grows along its token dimension (2) in place, so that a decode step copies one row.
 
@@ -51,7 +56,8 @@ class Growing:
 
     def __init__(self, keep: int | None = None) -> None:
         self.buffer: Tensor | None = None
-        self.first = self.end = 0
+        self.first = self.end = 0  # the rows that can be seen; older ones from row 0 on are still there
+        self.lost = 0  # rows that are not
         self.keep = keep
 
     def rows(self) -> Tensor:
@@ -60,11 +66,9 @@ class Growing:
 
     def append(self, new: Tensor) -> Tensor:
         """Add rows; returns every row that the new queries may see."""
-        if self.buffer is not None and (self.buffer.requires_grad or new.requires_grad):
-            self.buffer, self.first = torch.cat([self.rows(), new], 2), 0
-            self.end = self.buffer.shape[2]
-        elif new.requires_grad:
-            self.buffer, self.end = new, new.shape[2]
+        if new.requires_grad or (self.buffer is not None and self.buffer.requires_grad):
+            self.buffer = new if self.buffer is None else torch.cat([self.rows(), new], 2)
+            self.lost, self.first, self.end = self.lost + self.first, 0, self.buffer.shape[2]
         else:
             self._reserve(new)
             assert self.buffer is not None
@@ -76,22 +80,38 @@ class Growing:
         return seen
 
     def _reserve(self, new: Tensor) -> None:
-        need = self.end - self.first + new.shape[2]
-        if self.buffer is None or self.end + new.shape[2] > self.buffer.shape[2]:
-            spare = max(64, need // 8) if self.keep is None else max(64, self.keep // 2)
-            fresh = new.new_empty(*new.shape[:2], need + spare, new.shape[3])
-            if self.buffer is not None:
-                fresh[:, :, : self.end - self.first] = self.rows()
-            self.buffer, self.first, self.end = fresh, 0, self.end - self.first
+        if self.buffer is not None and self.end + new.shape[2] <= self.buffer.shape[2]:
+            return
+        oldest = max(0, self.first - SLACK)
+        need = self.end - oldest + new.shape[2]
+        spare = max(64, need // 8) if self.keep is None else max(64, self.keep // 2)
+        fresh = new.new_empty(*new.shape[:2], need + spare, new.shape[3])
+        if self.buffer is not None:
+            fresh[:, :, : self.end - oldest] = self.buffer[:, :, oldest : self.end]
+        self.buffer = fresh
+        self.lost, self.first, self.end = self.lost + oldest, self.first - oldest, self.end - oldest
+
+    def before(self, tokens: int) -> tuple[int, int] | None:
+        """Where the rows that can be seen begin and end without the newest `tokens`; None if some are lost."""
+        end = self.end - tokens
+        first = 0 if self.keep is None else max(end - self.keep, -self.lost)
+        return (first, end) if 0 <= first <= end else None
 
     def drop(self, tokens: int) -> None:
-        self.end -= tokens
+        """Forget the newest rows."""
+        place = self.before(tokens)
+        assert place is not None
+        self.first, self.end = place
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch dimension."""
         if self.buffer is not None:
-            self.buffer = change(self.rows())
-            self.first, self.end = 0, self.buffer.shape[2]
+            self.buffer = change(self.buffer)
+
+    def twin(self, change: Callable[[Tensor], Tensor]) -> Growing:
+        other = copy.copy(self)
+        other.change(change)
+        return other
 
 
 class Slots:
@@ -136,9 +156,10 @@ class Slots:
         room = 0 if old is None else old.shape[dim]
         if room <= self.count:  # one slot more than counted takes what is not kept
             shape = [*new.shape]
-            shape[dim] = self.count + 1 + max(64, self.count // 8) - room
+            kept = max(room - 1, 0)
+            shape[dim] = self.count + 1 + max(64, self.count // 8) - kept
             blank = new.new_full(shape, empty)
-            old = blank if old is None else torch.cat([old, blank], dim)
+            old = blank if old is None else torch.cat([old.narrow(dim, 0, kept), blank], dim)
         assert old is not None
         index = torch.where(newest, slot, old.shape[dim] - 1)
         index = index[:, None, :, None].expand_as(new) if dim == 2 else index
@@ -149,8 +170,7 @@ class Slots:
         self.buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
 
     def twin(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        other = Slots(self.stride)
-        other.count, other.buffers = self.count, dict(self.buffers)
+        other = copy.copy(self)
         other.change(change)
         return other
 
@@ -167,6 +187,7 @@ class SiteStore(CacheLayerMixin):
         self.slots: dict[str, Slots] = {}
         self.state: dict[str, Tensor] = {}
         self.length = 0
+        self.fixed = False  # the context of cross-attention, written once: what decoding forgets is not here
 
     def write(self, rows: Mapping[str, Tensor], entries: Mapping[str, Entry], log: Axis, axis: Axis) -> Rows:
         tensors: dict[str, Tensor] = {}
@@ -201,19 +222,24 @@ class SiteStore(CacheLayerMixin):
         yield from (slots["rows"] for slots in self.slots.values())
         yield from self.state.values()
 
-    def why_not_croppable(self) -> str | None:
+    def why_not_croppable(self, tokens: int = 0) -> str | None:
+        if self.fixed:
+            return None
+        if tokens > self.length:
+            return f"it has seen {self.length}"
         if self.slots:
             return f"{next(iter(self.slots))!r} merges tokens into slots in place"
         if self.state:
             return f"the state {next(iter(self.state))!r} keeps no history"
-        kept = [name for name, growing in self.growing.items() if growing.keep is not None]
-        return f"{kept[0]!r} keeps only the newest rows" if kept else None
+        if any(growing.before(tokens) is None for growing in self.growing.values()):
+            return f"a window keeps {SLACK} rows more than it sees, no older ones"
+        return None
 
     def crop(self, tokens_to_remove: int) -> None:
         tokens = abs(tokens_to_remove)
-        if tokens == 0 or not self.length:
+        if tokens == 0 or not self.length or self.fixed:
             return
-        why = self.why_not_croppable()
+        why = self.why_not_croppable(tokens)
         if why is not None:
             raise ValueError(f"this cache cannot go back {tokens} tokens: {why}")
         for growing in self.growing.values():
@@ -270,6 +296,8 @@ class Cache(transformers.Cache):
     >>> cache.bytes()                      # measured from what is stored
     """
 
+    layers: list[SiteStore]
+
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.axis: Axis | None = None
@@ -325,10 +353,14 @@ class Cache(transformers.Cache):
         self.crop(-tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
+        tokens = abs(tokens_to_remove)
+        whys = (layer.why_not_croppable(tokens) for layer in self.layers if layer.length)
+        for why in filter(None, whys):  # before any site has changed
+            raise ValueError(f"this cache cannot go back {tokens} tokens: {why}")
         for layer in self.layers:
-            layer.crop(tokens_to_remove)
-        if self.axis is not None and tokens_to_remove:
-            self.axis = self.axis[: self.axis.length - abs(tokens_to_remove)]
+            layer.crop(tokens)
+        if self.axis is not None and tokens:
+            self.axis = self.axis[: self.axis.length - tokens]
 
     @property
     def is_croppable(self) -> bool:
@@ -340,11 +372,8 @@ class Cache(transformers.Cache):
         other.axis = None if self.axis is None else self.axis.batch(lambda t: t[batch])
         for index, layer in enumerate(self.layers):
             store = other.site(index)
-            store.length = layer.length
-            store.is_initialized = layer.is_initialized
-            for name, growing in layer.growing.items():
-                copy = store.growing[name] = Growing(growing.keep)
-                copy.append(growing.rows()[batch])
+            store.length, store.fixed, store.is_initialized = layer.length, layer.fixed, layer.is_initialized
+            store.growing = {name: growing.twin(lambda t: t[batch]) for name, growing in layer.growing.items()}
             store.slots = {name: slots.twin(lambda t: t[batch]) for name, slots in layer.slots.items()}
             store.state = {name: value[batch] for name, value in layer.state.items()}
         return other
@@ -384,7 +413,7 @@ def write_stock(
 ) -> dict[str, Tensor]:
     """Store rows in a stock cache (dynamic, static, quantised), two tensors a layer; returns all rows by entry.
 
-    Two entries go in as they are; any other number is packed flat, `[B, 1, S, Σ heads·width]`, and cut in two parts.
+    Two entries of as many heads go in as they are; others are packed flat, `[B, 1, S, Σ heads·width]`, and cut in two.
     """
     for name, entry in entries.items():
         if entry.stride > 1 or entry.dtype is not None:
@@ -392,7 +421,7 @@ def write_stock(
                 f"the entry {name!r} (stride {entry.stride}, dtype {entry.dtype}) does not fit a "
                 f"{type(cache).__name__}, which stores one row a token in one dtype; use manyheads.Cache"
             )
-    if len(rows) == 2:
+    if len(rows) == 2 and len({row.shape[1] for row in rows.values()}) == 1:
         (a, first), (b, second) = rows.items()
         k, v = cache.update(first, second, site)
         return {a: k, b: v}

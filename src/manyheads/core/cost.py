@@ -11,7 +11,8 @@ class Cost(NamedTuple):
 
     parameters: trained numbers. cache_floats: numbers cached for each token (a fraction when a slot serves several
     tokens). state_floats: numbers kept for each sequence whatever its length. token_flops: multiply-adds times two
-    for each token. pair_flops: the same for each (query, key) pair, all heads together.
+    for each token. pair_flops: the same for each (query, key) pair, all heads together. windows: (kept, floats) where
+    `floats` of the numbers cached for each token are held for the newest `kept` tokens only.
     """
 
     parameters: int = 0
@@ -19,10 +20,24 @@ class Cost(NamedTuple):
     state_floats: int = 0
     token_flops: int = 0
     pair_flops: int = 0
+    windows: tuple[tuple[int, Fraction], ...] = ()
 
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+        return Cost(
+            self.parameters + other.parameters,
+            self.cache_floats + other.cache_floats,
+            self.state_floats + other.state_floats,
+            self.token_flops + other.token_flops,
+            self.pair_flops + other.pair_flops,
+            self.windows + other.windows,
+        )
 
     def cache_bytes(self, tokens: int, itemsize: int = 4) -> int:
         """Bytes of the cache after `tokens` tokens of one sequence."""
-        return int(self.cache_floats * tokens) * itemsize + self.state_floats * itemsize
+        dropped = sum(floats * max(0, tokens - kept) for kept, floats in self.windows)
+        return (int(self.cache_floats * tokens - dropped) + self.state_floats) * itemsize
+
+
+def windows(kept: int | None, floats: Fraction) -> tuple[tuple[int, Fraction], ...]:
+    """`Cost.windows` of rows whose newest `kept` tokens are held (None: all)."""
+    return () if kept is None or not floats else ((kept, floats),)

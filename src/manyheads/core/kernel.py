@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,8 +48,8 @@ class Out:
 class ScoreProgram(Protocol):
     """What attend parts do on the explicit path, on tiles of query rows (shapes `[B, H, t, S]`)."""
 
-    halo: int
-
+    @property
+    def halo(self) -> int: ...
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor | None: ...
     def before(self, scores: Tensor, visible: Tensor, rows: slice) -> Tensor: ...
     def normalise(self, scores: Tensor, visible: Tensor) -> Tensor | None: ...
@@ -86,6 +87,7 @@ def plan(
         *(f"{name} works on the scores" for name in program),
         *(["the scores are soft-capped"] if softcap else []),
         *(["a bias is added to the scores"] if bias and need_lse else []),
+        *(["dropout has no fused kernel on the CPU"] if dropout and device == "cpu" else []),
     ]
     if explicit:
         reason = " and ".join(explicit)
@@ -93,14 +95,30 @@ def plan(
     rows = t * (heads // groups)
     if rows <= FEW_ROWS and not bias and not dropout:
         return Plan("grouped", f"{rows} query rows a key head: two batched matmuls read the cache once")
-    refused.append(("grouped", f"{rows} query rows a key head, more than {FEW_ROWS}" if rows > FEW_ROWS else "a bias"))
-    if need_lse and device == "cpu" and not dropout:
+    many = f"{rows} query rows a key head, more than {FEW_ROWS}"
+    refused.append(("grouped", many if rows > FEW_ROWS else "a bias" if bias else "dropout"))
+    if need_lse and device == "cpu":
         refused.append(("sdpa", "it does not return the log-sum-exp"))
         return Plan("flash_cpu", "fused, with a log-sum-exp that has a gradient", tuple(refused))
     if need_lse:
         refused.append(("sdpa", "it does not return the log-sum-exp"))
         return Plan("tiled", f"the log-sum-exp is needed on {device}", tuple(refused))
     return Plan("sdpa", "fused scaled_dot_product_attention", tuple(refused))
+
+
+def plan_call(call: Call, program: Sequence[object] = (), *, need_lse: bool = False, dropout: float = 0.0) -> Plan:
+    """`plan` for a call."""
+    return plan(
+        t=call.q.shape[2],
+        heads=call.q.shape[1],
+        groups=call.k.shape[1],
+        program=[str(p) for p in program],
+        need_lse=need_lse,
+        bias=call.bias is not None,
+        softcap=call.softcap is not None,
+        dropout=dropout > 0,
+        device=call.q.device.type,
+    )
 
 
 def attend(
@@ -121,18 +139,9 @@ def attend(
     """
     from manyheads.core.kernels import KERNELS
 
+    kernel = _forced or kernel
     if kernel == "auto":
-        kernel = plan(
-            t=call.q.shape[2],
-            heads=call.q.shape[1],
-            groups=call.k.shape[1],
-            program=[str(p) for p in program],
-            need_lse=need_lse,
-            bias=call.bias is not None,
-            softcap=call.softcap is not None,
-            dropout=dropout > 0,
-            device=call.q.device.type,
-        ).kernel
+        kernel = plan_call(call, program, need_lse=need_lse, dropout=dropout).kernel
     elif kernel not in KERNELS:
         raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
     return KERNELS[kernel](call, program, need_lse=need_lse, dropout=dropout)
@@ -153,12 +162,27 @@ def merge(outs: Sequence[Out]) -> Out:
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     shares = (lses - top).exp()
     total = shares.sum(0)
-    weights = shares / total.clamp_min(torch.finfo(total.dtype).tiny)
+    safe = total.clamp_min(torch.finfo(total.dtype).tiny)
+    weights = shares / safe
     o = sum(w[..., None].to(out.o.dtype) * out.o for w, out in zip(weights, outs, strict=True))
     assert isinstance(o, Tensor)
-    return Out(o, total.log() + top)
+    return Out(o, (safe.log() + top).masked_fill(total == 0, -torch.inf))
 
 
 @functools.cache
 def warn_once(message: str) -> None:
     warnings.warn(message, SlowPath, stacklevel=3)
+
+
+_forced: str | None = None
+
+
+@contextmanager
+def using(kernel: str) -> Iterator[None]:
+    """Every `attend` inside runs on this kernel; one that cannot serve a call raises (for tests and benchmarks)."""
+    global _forced
+    before, _forced = _forced, kernel
+    try:
+        yield
+    finally:
+        _forced = before

@@ -37,8 +37,9 @@ class Axis:
     def time(self) -> Tensor:
         if self.given_time is not None:
             return self.given_time
-        assert self.start is not None
-        return self.once("time", lambda: torch.arange(self.start, self.start + self.length, device=self.device)[None])
+        first = self.start
+        assert first is not None
+        return self.once("time", lambda: torch.arange(first, first + self.length, device=self.device)[None])
 
     @property
     def position(self) -> Tensor:
@@ -73,10 +74,14 @@ class Axis:
 
     def __getitem__(self, cut: slice) -> Axis:
         first, last, _ = cut.indices(self.length)
+        last = max(first, last)
         if (first, last) == (0, self.length):
             return self
-        part = self.map(lambda t: t[..., first:last], last - first)
-        return part if self.start is None else replace(part, start=self.start + first)
+        rows = torch.arange(first, last, device=self.device)[None] if self.rows is None else self.rows[..., first:last]
+        given = (self.given_position, self.given_time, self.segment, self.valid)
+        position, time, segment, valid = (None if t is None else t[..., first:last] for t in given)
+        start = None if self.start is None else self.start + first
+        return Axis(last - first, start, position, time, segment, valid, rows, self.device)
 
     def take(self, index: Tensor) -> Axis:
         """Rows by index `[B or 1, M]`, one choice for each sequence."""
@@ -153,7 +158,7 @@ class Given:
     def __call__(self, q: Axis, k: Axis) -> Tensor:
         mask = self.mask
         for rows, dim in ((q.rows, -2), (k.rows, -1)):
-            if rows is None:
+            if rows is None or mask.shape[dim] == 1:  # one row that serves all
                 continue
             if len(rows) == 1:
                 mask = mask.index_select(dim, rows[0])
@@ -188,7 +193,7 @@ class Mask:
         if self.rules == (causal,):
             q, k = self.q.start, self.k.start
             return self.q.length == 1 and q is not None and k is not None and k + self.k.length - 1 <= q
-        return not self.rules
+        return len(self.rules) == 0  # `not` on a tuple stops torch.compile
 
     @property
     def is_causal(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -45,7 +45,7 @@ class Heads(NamedTuple):
     q, kv: score heads and key heads, query head h reads key head h // (q/kv). qk_width, v_width: channels of a key
     and a value. out, out_width: head outputs before the output projection. rotary: the channels of q and k that
     rotate. content: the channels that transforms may touch. keep: how many of the newest keys are ever seen (None:
-    all).
+    all). grouped: False where a part pairs query heads with key heads itself, so that kv need not divide q.
     """
 
     dim: int
@@ -59,6 +59,7 @@ class Heads(NamedTuple):
     rotary: slice | None = None
     content: slice = slice(None)
     keep: int | None = None
+    grouped: bool = True
 
     @classmethod
     def start(cls, dim: int, heads: int) -> Heads:
@@ -96,7 +97,8 @@ class Part:
 
     slot: two parts with one slot exclude each other. needs, gives, breaks: facts (see `FACTS`). at: whether a
     transform acts on rows before they are cached ("write"), when they are read ("read"), or where the projection
-    allows ("either"). hint: for a fact it needs, the nearest legal choice when something breaks it.
+    allows ("either"). hint: for a fact it needs, the nearest legal choice when something breaks it. examples: options
+    that fit a layer of dim 24 with 4 heads, for `manyheads.testing`; each should be another way through the code.
     """
 
     name: ClassVar[str]
@@ -104,6 +106,7 @@ class Part:
     paper: ClassVar[str] = ""
     slot: ClassVar[str | None] = None
     at: ClassVar[Literal["write", "read", "either"]] = "write"
+    examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -32,7 +32,7 @@ def register(part: P) -> P:
     if part.stage not in STAGES:
         raise OptionError(f"part {part.name!r} names the stage {part.stage!r}; stages are {', '.join(STAGES)}")
     known = _PARTS.get(part.name)
-    if known is not None and known.__qualname__ != part.__qualname__:
+    if known is not None and (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
         raise OptionError(f"two parts are called {part.name!r}: {known.__module__} and {part.__module__}")
     _PARTS[part.name] = part
     return part
@@ -54,7 +54,7 @@ def find(name: str) -> type[Part]:
     """The part of that name; an unknown one raises with the nearest names."""
     parts = all_parts()
     if name not in parts:
-        near = difflib.get_close_matches(name, parts, n=3) or list(parts)
+        near = difflib.get_close_matches(name, [*parts, *_PRESETS], n=3) or list(parts)
         raise OptionError(f"no part {name!r}; did you mean {' or '.join(near)}?")
     return parts[name]
 

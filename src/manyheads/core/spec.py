@@ -81,18 +81,20 @@ class Spec:
             raise SpecError(f"a spec has one projection, this one has {names or 'none'}")
 
     def layouts(self, dim: int, heads: int, site: Site) -> list[tuple[Part, Heads, Heads]]:
-        """Each part with the layout before and after it; the projection's `after` carries the final outputs."""
+        """Each part with the layout before and after it; the projection's `after` carries what later parts settle."""
         now = Heads.start(dim, heads)
         steps: list[tuple[Part, Heads, Heads]] = []
         for part in self.parts:
             after = part.layout(now, site)
             steps.append((part, now, after))
             now = after
-        final = now
+        if now.grouped and now.q % now.kv:
+            fits = [kv for kv in range(1, now.q + 1) if now.q % kv == 0]
+            name = next(part.name for part in self.parts if part.stage == "project")
+            raise OptionError(f"{name}: {now.q} query heads cannot share kv_heads={now.kv}; kv_heads may be {fits}")
+        final = {name: getattr(now, name) for name in ("out", "out_width", "keep", "rotary")}
         return [
-            (part, before, after._replace(out=final.out, out_width=final.out_width, keep=final.keep))
-            if part.stage == "project"
-            else (part, before, after)
+            (part, before, after._replace(**final)) if part.stage == "project" else (part, before, after)
             for part, before, after in steps
         ]
 
@@ -184,7 +186,7 @@ class _Parser:
     def _option(self, part: type, given: dict[str, Any]) -> None:
         fields = [field.name for field in dataclasses.fields(part)]
         at = self.tokens[self.next][2]
-        named = self.tokens[self.next + 1][1] == "="
+        named = self.tokens[self.next][0] != "end" and self.tokens[self.next + 1][1] == "="
         if named:
             _, name, _ = self._take("word")
             self._take("=")
@@ -197,8 +199,9 @@ class _Parser:
         if name in given:
             raise self._error(at, f"option {name!r} is given twice")
         value_at = self.tokens[self.next][2]
+        value = self._value()
         try:
-            given[name] = _fit(self._value(), typing.get_type_hints(part)[name])
+            given[name] = _fit(value, typing.get_type_hints(part)[name])
         except ValueError as error:
             raise self._error(value_at, f"{part.name}({name}=…): {error}") from None
 

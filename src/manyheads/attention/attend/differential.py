@@ -19,14 +19,15 @@ from manyheads.core.registry import register
 @register
 @dataclass(frozen=True)
 class Differential(Part):
-    """o_j = softmax(q¹_j k¹ᵀ s) V - λ softmax(q²_m k²ᵀ s) V with `ratio` signal heads for each noise head, m = j // ratio.
+    """o_j = softmax(q¹_j k¹ᵀ s) V - λ softmax(q²_m k²ᵀ s) V, `ratio` signal heads for each noise head, m = j // ratio.
 
     Query heads come in groups of [ratio signal heads, one noise head]; even key heads serve signal, odd ones noise;
     V_p = [v_2p ; v_2p+1] is twice as wide. H = H₁ + H₂ query heads give H₁ outputs of width 2d. Both maps are fused
     attention problems and each noise map is computed once. λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ_init, one for the
     layer, the vectors from N(0, 0.1) in float32, λ_init = 0.8 - 0.6 exp(-0.3 layer).
 
-    Options: ratio (1 is the original differential attention). offset: see `differential_lambda`.
+    Options: ratio (1 is the original differential attention). offset: see `differential_lambda`. Key heads need not
+    divide query heads: half of them must divide the noise heads (the authors' large model has 40 and 16, ratio 4).
     The paper says group norm and the code has a per-head RMS norm behind it: that is the part `head_norm`, and `gda` is
     the preset of both.
 
@@ -37,6 +38,7 @@ class Differential(Part):
     stage: ClassVar = "attend"
     paper: ClassVar[str] = "arXiv 2510.06949"
     slot: ClassVar[str | None] = "maps"
+    examples: ClassVar = ({}, {"ratio": 3})
 
     ratio: int = 1
     offset: int = 0
@@ -59,7 +61,7 @@ class Differential(Part):
                 f"differential(ratio={self.ratio}): {heads.q} query and {heads.kv} key heads do not split; query heads "
                 f"must be a multiple of {self.ratio + 1}, key heads even, and half of them must divide the noise heads"
             )
-        return heads._replace(out=noise * self.ratio, out_width=2 * heads.v_width)
+        return heads._replace(out=noise * self.ratio, out_width=2 * heads.v_width, grouped=False)
 
     def build(self, before: Heads, after: Heads, site: Site) -> DifferentialAttend:
         return DifferentialAttend(self, before, site.layer)

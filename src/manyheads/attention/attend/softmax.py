@@ -23,6 +23,7 @@ class Softmax(Part):
     stage: ClassVar = "attend"
     paper: ClassVar[str] = "arXiv 1706.03762"
     slot: ClassVar[str | None] = "normalise"
+    examples: ClassVar = ({}, {"cap": 2.0})
 
     cap: float | None = None
 

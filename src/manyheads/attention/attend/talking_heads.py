@@ -17,7 +17,7 @@ from manyheads.core.registry import register
 @register
 @dataclass(frozen=True)
 class TalkingHeads(Part):
-    """Scores and weights are mixed over the head axis: L[g] = Σ_i P_l[i, g] J[i], W = softmax(L), U[v] = Σ_g P_w[g, v] W[g].
+    """Scores and weights mixed over the heads: L[g] = Σ_i P_l[i, g] J[i], W = softmax(L), U[v] = Σ_g P_w[g, v] W[g].
 
     J = q kᵀ · scale `[B, H, T, S]`; the mask comes after the first mix, so hidden scores never leak through it, and
     hidden weights stay zero through the second. P_l and P_w `[H, H]` start as identities, where the layer is plain

@@ -30,6 +30,7 @@ class HeadNorm(Part):
     name: ClassVar[str] = "head_norm"
     stage: ClassVar = "gate"
     paper: ClassVar[str] = "arXiv 2410.05258"
+    examples: ClassVar = ({}, {"scale": "differential"})
 
     eps: float = 1e-5
     scale: Literal["one", "differential"] = "one"

@@ -20,8 +20,8 @@ class MoH(Part):
     """Top-k routing over heads: y = Σ_h g_h o_h W_O^h, with `shared` heads always on and `top` of the others kept.
 
     linear router, for each token: π = softmax(x W_r) over the routed heads, m marks the `top` largest (no gradient
-    through the choice), g_r = top · (π m) / Σ(π m); g_s = shared · softmax(x W_s) (1 for a single shared head);
-    (a₁, a₂) = 2 softmax(x W_b); g = [a₁ g_s, a₂ g_r]. Gates have mean one over the heads that are on.
+    through the choice), g_r = top · (π m) / Σ(π m); g_s = shared · softmax(x W_s); (a₁, a₂) = 2 softmax(x W_b);
+    g = [a₁ g_s, a₂ g_r]. Gates have mean one over the heads that are on. A router over one head is one.
     norm router (for pretrained models, no weights): a routed head's score is the norm of its query before rotation over
     the standard deviation of these norms; the gate is the hard choice, with the softmax's gradient straight through.
 
@@ -39,6 +39,7 @@ class MoH(Part):
     stage: ClassVar = "gate"
     paper: ClassVar[str] = "arXiv 2410.11842"
     slot: ClassVar[str | None] = "router"
+    examples: ClassVar = ({"top": 2}, {"top": 1, "shared": 1}, {"top": 1, "router": "norm"})
 
     top: int = 1
     shared: int = 0
@@ -61,8 +62,9 @@ class MoH(Part):
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         if self.router == "norm":
             return Cost()
-        outputs = (before.out - self.shared) * (self.top > 0)
-        outputs += self.shared * (self.shared > 1) + 2 * (self.shared > 0 and self.top > 0)
+        routed = before.out - self.shared
+        outputs = routed * (self.top > 0 and routed > 1) + self.shared * (self.shared > 1)
+        outputs += 2 * (self.shared > 0 and self.top > 0)
         return Cost(before.dim * outputs, token_flops=2 * before.dim * outputs)
 
 
@@ -76,7 +78,7 @@ class MoHGate(Gate):
         def to(width: int, wanted: bool) -> nn.Linear | None:
             return nn.Linear(heads.dim, width, bias=False) if wanted and linear else None
 
-        self.route = to(self.routed, self.top > 0)
+        self.route = to(self.routed, self.top > 0 and self.routed > 1)
         self.share = to(self.shared, self.shared > 1)
         self.balance = to(2, self.shared > 0 and self.top > 0)
 
@@ -95,7 +97,7 @@ class MoHGate(Gate):
             kept = self._choose(chance, flow) * chance
             parts.append(self.top * kept / kept.sum(-1, keepdim=True).clamp_min(torch.finfo(kept.dtype).eps))
         else:
-            parts.append(flow.x.new_zeros(*flow.x.shape[:2], self.routed))
+            parts.append(flow.x.new_full((*flow.x.shape[:2], self.routed), min(self.top, 1)))
         if self.balance is not None:
             weights = 2 * self.balance(flow.x).softmax(-1)
             parts = [part * weight for part, weight in zip(parts, weights.split(1, -1), strict=True)]

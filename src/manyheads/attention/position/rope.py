@@ -43,6 +43,7 @@ class Rope(Part):
     stage: ClassVar = "position"
     paper: ClassVar[str] = "arXiv 2104.09864"
     slot: ClassVar[str | None] = "position"
+    examples: ClassVar = ({}, {"pairing": "interleaved", "scaling": "yarn"}, {"fraction": 0.34}, {"pairing": "none"})
 
     pairing: Literal["half", "interleaved", "none"] = "half"
     base: float = 10000.0

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from manyheads.core.cache import Entry
-from manyheads.core.cost import Cost
+from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
 from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Part, Project, Site
@@ -34,6 +34,7 @@ class GQA(Part):
     name: ClassVar[str] = "gqa"
     stage: ClassVar = "project"
     paper: ClassVar[str] = "arXiv 2305.13245"
+    examples: ClassVar = ({"kv_heads": 2}, {"head_dim": 8, "bias": "qkvo"}, {"kv_heads": 1})
 
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -52,9 +53,8 @@ class GQA(Part):
             )
         width = self.head_dim or heads.dim // heads.q
         kv = heads.q if self.kv_heads is None else self.kv_heads
-        if kv < 1 or heads.q % kv:
-            fits = [g for g in range(1, heads.q + 1) if heads.q % g == 0]
-            raise OptionError(f"gqa: {heads.q} query heads cannot share kv_heads={kv}; kv_heads may be {fits}")
+        if kv < 1:
+            raise OptionError(f"gqa: kv_heads={kv}; at least 1")
         scale = width**-0.5 if self.scale is None else self.scale
         return Heads(heads.dim, heads.q, kv, width, width, heads.q, width, scale, slice(0, width))
 
@@ -68,7 +68,8 @@ class GQA(Part):
         weights = after.dim * (q + o) + (source * kv if own else 0)
         biases = (q + (kv if own else 0)) * ("qkv" in self.bias) + after.dim * (self.bias in ("o", "qkvo"))
         pair = 2 * after.q * (after.qk_width + after.v_width)
-        return Cost(weights + biases, Fraction(kv if own else 0), 0, 2 * weights, pair)
+        cached = Fraction(kv if own else 0)
+        return Cost(weights + biases, cached, 0, 2 * weights, pair, windows(after.keep, cached))
 
 
 class GQAProject(Project):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyheads.core.cache import Entry
-from manyheads.core.cost import Cost
+from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
 from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Project, Site
@@ -149,4 +149,5 @@ def latent_cost(
     extra = gains * ((rank if own else 0) + q_rank) + dim * out_bias
     extra += bias * ((q_rank or q) + (rank + rope if own else 0))
     pair = 2 * after.q * (2 * rank + rope)
-    return Cost(weights + extra, Fraction(rank + rope if own else 0), 0, 2 * weights, pair)
+    cached = Fraction(rank + rope if own else 0)
+    return Cost(weights + extra, cached, 0, 2 * weights, pair, windows(after.keep, cached))

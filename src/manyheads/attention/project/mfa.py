@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from manyheads.attention.project.latent import RMSNorm
 from manyheads.core.cache import Entry
-from manyheads.core.cost import Cost
+from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
 from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Part, Project, Site
@@ -30,8 +30,8 @@ class MFA(Part):
     key is cached (C numbers a token); rotation happens when it is read, and M is applied once to each head's output,
     which is the same sum.
 
-    Options: width C (default 2 head widths). q_rank C_q (default C). norm: of u; both known implementations have it, the
-    paper's formula does not. How rotation and reuse meet is not stated in the paper: the value is taken before it.
+    Options: width C (default 2 head widths). q_rank C_q (default C). norm: of u; both known implementations have it,
+    the paper's formula does not. How rotation and reuse meet is not stated in the paper: the value is taken before it.
 
     Source: Hu et al. 2024, arXiv 2412.19255.
     """
@@ -39,6 +39,7 @@ class MFA(Part):
     name: ClassVar[str] = "mfa"
     stage: ClassVar = "project"
     paper: ClassVar[str] = "arXiv 2412.19255"
+    examples: ClassVar = ({"width": 8}, {"key_reuse": True, "q_rank": 5})
 
     width: int | None = None
     q_rank: int | None = None
@@ -70,7 +71,8 @@ class MFA(Part):
         weights = after.dim * rank + rank * after.q * c + after.out * after.out_width * after.dim
         weights += source * c * stored if own else 0
         extra = rank * self.norm + (c * c + c if self.key_reuse else 0)
-        return Cost(weights + extra, Fraction(c * stored if own else 0), 0, 2 * weights, 4 * after.q * c)
+        cached = Fraction(c * stored if own else 0)
+        return Cost(weights + extra, cached, 0, 2 * weights, 4 * after.q * c, windows(after.keep, cached))
 
 
 class MFAProject(Project):

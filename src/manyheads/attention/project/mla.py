@@ -37,6 +37,11 @@ class MLA(Part):
     name: ClassVar[str] = "mla"
     stage: ClassVar = "project"
     paper: ClassVar[str] = "arXiv 2405.04434"
+    examples: ClassVar = (
+        {"rank": 9, "rope_dim": 4},
+        {"view": "expanded"},
+        {"view": "absorbed", "q_rank": 7, "v_dim": 5},
+    )
 
     rank: int | None = None
     rope_dim: int | None = None
@@ -63,7 +68,7 @@ class MLA(Part):
         return latent_widths(self.name, heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
 
     def layout(self, heads: Heads, site: Site) -> Heads:
-        rank, nope, rope, v = self.widths(heads)
+        _, nope, rope, v = self.widths(heads)
         width = nope + rope
         scale = width**-0.5 if self.scale is None else self.scale
         turns = slice(nope, width) if rope else None

@@ -37,6 +37,7 @@ class MTLA(Part):
     name: ClassVar[str] = "mtla"
     stage: ClassVar = "project"
     paper: ClassVar[str] = "arXiv 2505.13544"
+    examples: ClassVar = ({"stride": 3, "rank": 10, "rope_dim": 4, "v_dim": 5}, {"stride": 2, "q_rank": 7})
 
     stride: int = 2
     rank: int | None = None
@@ -52,6 +53,10 @@ class MTLA(Part):
     @property
     def breaks(self) -> frozenset[str]:
         return frozenset({"token keys"})
+
+    @property
+    def hint(self) -> dict[str, str]:
+        return {"gives head keys": "mla(view=expanded) in place of mtla"}
 
     def widths(self, heads: Heads) -> tuple[int, int, int, int]:
         return latent_widths(self.name, heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
@@ -79,6 +84,7 @@ class MTLA(Part):
             cache_floats=base.cache_floats / self.stride,
             token_flops=base.token_flops + 2 * gate,
             pair_flops=base.pair_flops // self.stride,
+            windows=(),
         )
 
 
@@ -98,8 +104,10 @@ class MTLAProject(LatentProject):
         gated = self._gate(c, chunk) * c * flow.new.validity[..., None]
         merged = gated
         for back in range(1, min(self.stride, c.shape[1])):
-            same = (chunk[:, back:] == chunk[:, :-back])[..., None]
-            merged = merged + nn.functional.pad(gated[:, :-back] * same, (0, 0, back, 0))
+            same = chunk[:, back:] == chunk[:, :-back]
+            if flow.new.segment is not None:  # packed documents have chunks of their own
+                same = same & (flow.new.segment[:, back:] == flow.new.segment[:, :-back])
+            merged = merged + nn.functional.pad(gated[:, :-back] * same[..., None], (0, 0, back, 0))
         if "latent" in flow.past:
             merged = merged + self._begun(flow, chunk, position)
         return {"latent": torch.cat([merged, k], -1)[:, None]}

@@ -29,6 +29,7 @@ class Window(Part):
     name: ClassVar[str] = "window"
     stage: ClassVar = "select"
     paper: ClassVar[str] = "arXiv 2004.05150"
+    examples: ClassVar = ({"size": 5}, {"size": (2, 3, 9, 4)})
 
     size: int | tuple[int, ...] = 4096
 

@@ -20,11 +20,12 @@ class KHA(Part):
     """Each head's features go through a d × d map that is the same for all heads, before qk-norm and rotation.
 
     linear: q'_h = q_h T_q, k'_g = k_g T_k, v'_g = v_g T_v, all T = I at the start.
-    mlp: q and k as above (on = "qkv"); v'_g = 2 ((v_g W_up) ∘ σ(v_g W_gate)) W_down with W_up = W_down = I, W_gate = 0
-    at the start, where it is the identity too.
+    mlp: v'_g = 2 ((v_g W_up) ∘ σ(v_g W_gate)) W_down with W_up = W_down = I, W_gate = 0 at the start, where it is the
+    identity too.
 
-    Options: kind. on: "qkv", or "v", which the authors find does most of the work. In a latent projection the maps act
-    on the content channels, which are what `Heads.content` names; the linear form needs no keys to exist there.
+    Options: kind. on: "v", where the authors find most of the gain, or "qkv" for T_q and T_k too; by default "qkv" for
+    linear and "v" for mlp (both have 3 d² parameters). In a latent projection the maps act on the content channels,
+    which are what `Heads.content` names; the linear form needs no keys to exist there.
 
     Choices the paper leaves open: maps are for each layer (not shared over depth); what is cached is the transformed
     value, so that the transform runs once a token.
@@ -36,9 +37,14 @@ class KHA(Part):
     stage: ClassVar = "transform"
     paper: ClassVar[str] = "arXiv 2510.23052"
     at: ClassVar = "either"
+    examples: ClassVar = ({}, {"kind": "mlp"}, {"on": "v"}, {"kind": "mlp", "on": "qkv"})
 
     kind: Literal["linear", "mlp"] = "linear"
-    on: Literal["qkv", "v"] = "qkv"
+    on: Literal["qkv", "v"] | None = None
+
+    @property
+    def maps_qk(self) -> bool:
+        return self.on == "qkv" or (self.on is None and self.kind == "linear")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -54,7 +60,7 @@ class KHA(Part):
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         width, rows = before.content_width**2, before.v_width**2
         own = site.kv_source is None
-        q, k = (width if self.on == "qkv" else 0), (width if self.on == "qkv" and own else 0)
+        q, k = width * self.maps_qk, width * (self.maps_qk and own)
         v = rows * (3 if self.kind == "mlp" else 1) if own else 0
         return Cost(q + k + v, token_flops=2 * (before.q * q + before.kv * (k + v)))
 
@@ -68,8 +74,8 @@ class KHATransform(Transform):
             return nn.Parameter(torch.eye(width))
 
         own = site.kv_source is None
-        self.q = identity(heads.content_width) if options.on == "qkv" else None
-        self.k = identity(heads.content_width) if options.on == "qkv" and own else None
+        self.q = identity(heads.content_width) if options.maps_qk else None
+        self.k = identity(heads.content_width) if options.maps_qk and own else None
         self.v = identity(heads.v_width) if own else None
         self.gate = self.down = None
         if own and not self.linear:
@@ -86,10 +92,15 @@ class KHATransform(Transform):
         if self.v is None:
             return v
         up = v @ self.v
-        return up if self.gate is None else 2 * (up * torch.sigmoid(v @ self.gate)) @ self.down
+        if self.gate is None or self.down is None:
+            return up
+        return 2 * (up * torch.sigmoid(v @ self.gate)) @ self.down
 
     def k_adjoint(self, q: Tensor, flow: Flow) -> Tensor:
         return q if self.k is None else q @ self.k.T
 
     def v_after(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.on_v(o, flow)
+        if self.v is None:
+            return o
+        each = o.unflatten(-1, (-1, len(self.v)))  # differential attention sets two values side by side
+        return self.on_v(each, flow).flatten(-2)

@@ -35,11 +35,6 @@ def equal_widths(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return pad(call.q), pad(call.k), pad(call.v)
 
 
-def zero_empty(o: Tensor, visible: Tensor) -> Tensor:
-    """Exactly zero, with zero gradient, for queries that see no key."""
-    return o.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-
-
 def masked_softmax(scores: Tensor, visible: Tensor | None) -> Tensor:
     """Softmax over visible keys, in float32 or wider; zero rows where nothing is visible."""
     wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype

@@ -37,9 +37,8 @@ class _FlashWithLse(torch.autograd.Function):
         do, dlse = grads
         q, k, v, o, lse, mask = ctx.saved_tensors
         scale, triangle = ctx.call
-        zeros = torch.zeros_like(v[..., : _PAD - 1])
-        v = torch.cat([v, torch.ones_like(v[..., :1]), zeros], -1)
-        do = torch.cat([do, dlse[..., None].to(do.dtype), torch.zeros_like(do[..., : _PAD - 1])], -1)
+        v = F.pad(F.pad(v, (0, 1), value=1.0), (0, _PAD - 1))
+        do = F.pad(torch.cat([do, dlse[..., None].to(do.dtype)], -1), (0, _PAD - 1))
         q, k, o = (F.pad(t, (0, _PAD)) for t in (q, k, o))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do.contiguous(), q, k, v, o, lse, 0.0, triangle, attn_mask=mask, scale=scale

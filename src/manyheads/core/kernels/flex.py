@@ -14,7 +14,8 @@ from manyheads.core.kernels.common import refuse
 
 def flex(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = False, dropout: float = 0.0) -> Out:
     refuse("flex", call, program, dropout=dropout)
-    if call.q.device.type == "cpu" and torch.is_grad_enabled() and call.q.requires_grad:
+    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
+    if call.q.device.type == "cpu" and tracked:
         raise ValueError("kernel 'flex' has no backward on the CPU; use 'sdpa'")
     (batch, heads, t, _), s = call.q.shape, call.k.shape[2]
     seen = call.mask.tile().expand(batch, heads, t, s)

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyheads.core.kernel import Call, Out, ScoreProgram
+from manyheads.core.kernel import Call, Out, ScoreProgram, warn_once
 from manyheads.core.kernels.common import equal_widths, refuse
+from manyheads.core.kernels.tiled import TILE_BYTES
 
 
 def sdpa(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = False, dropout: float = 0.0) -> Out:
@@ -24,6 +25,8 @@ def sdpa(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = F
     if call.bias is not None:
         assert mask is not None
         mask = call.bias(slice(None), slice(None)).to(q.dtype).masked_fill(~mask, -torch.inf)
+        if mask.nbytes > TILE_BYTES:
+            warn_once("kernel 'sdpa' holds the score bias of all queries and keys at once; 'tiled' bounds its memory")
     o = F.scaled_dot_product_attention(
         q, k, v, mask, dropout, triangle, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -25,7 +25,7 @@ def tiled(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = 
     rows = max(1, min(t, TILE_BYTES // max(1, batch * heads * s * call.q.element_size())))
     each = heads // call.k.shape[1]
     k, v = (x if each == 1 else x.repeat_interleave(each, 1) for x in (call.k, call.v))
-    halo = max((p.halo for p in program), default=0)
+    halo = max([0, *(p.halo for p in program)])
     tiles = []
     for first in range(0, t, rows):
         cut = slice(first, min(first + rows, t))
