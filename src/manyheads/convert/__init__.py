@@ -1,0 +1,1 @@
+"""Pretrained models: adopt, convert, heal, verify, export."""

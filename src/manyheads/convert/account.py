@@ -1,0 +1,100 @@
+"""Where a conversion's loss comes from: the calibration loss after each of its stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from manyheads.convert.moves.gqa import ToGQA
+from manyheads.convert.moves.mla import ToMLA, choose
+from manyheads.convert.plan import Goal
+from manyheads.convert.shrink import Progress, survey, surveyed, turning_damage
+from manyheads.convert.stats import AttentionStats
+from manyheads.convert.stream import BATCH, Layers, attention_of, put_attention, run
+from manyheads.core.part import OptionError
+from manyheads.stack.seam import SeamAttention
+
+
+class Move(Protocol):
+    def __call__(self, attention: SeamAttention, stats: AttentionStats) -> SeamAttention: ...
+
+
+def stages(goal: Goal, damage: Tensor) -> dict[str, Move]:
+    """The moves of a goal, each with one more loss than the one before; of a latent, rotation goes first."""
+    if goal.to == "gqa":
+        return {"merge": ToGQA(goal.kv_heads)}
+    if goal.to != "mla":
+        raise OptionError(f"{goal.name} chooses its moves by layer; account for mla or gqa")
+    kept = choose(damage, goal.turning)
+    whole = 10**9  # clipped to the rank at which nothing is lost
+    return {"rope": ToMLA(whole, kept), "rank": ToMLA(goal.floats - 2 * len(kept), kept)}
+
+
+def account(
+    layers: Layers,
+    tokens: Tensor,
+    goal: Goal,
+    work: Path,
+    healed: PreTrainedModel | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, float]:
+    """Loss in nats on calibration windows `[N, T]`: of the `source`, and of all layers after each stage.
+
+    Args:
+        work: folder of a `shrink` job; its survey is used, or made.
+        healed: the converted model, for a last entry.
+
+    Returns:
+        `source`, then `rope` (rotation left only where the goal keeps it, at full rank) and `rank` for `mla`, or
+        `merge` for `gqa`, then `healed`.
+    """
+    survey(layers, tokens, work / "survey", progress)
+    count = len(layers.config.specs)
+    moves = stages(goal, turning_damage(work / "survey", count))
+    hidden = {name: layers.embed(tokens) for name in ("source", *moves)}
+    for index in range(count):
+        stats, _ = surveyed(work / "survey", index)
+        with layers.open(index) as layer:
+            own = attention_of(layer, layers.config)
+            for name, before in hidden.items():
+                put_attention(layer, layers.config, moves[name](own, stats) if name in moves else own)
+                hidden[name] = run(layer, layers.config, before, record=False).after
+        progress("account", index + 1, count)
+    shell = _shell(layers)
+    losses = {name: _loss(shell, tokens, last) for name, last in hidden.items()}
+    if healed is not None:
+        losses["healed"] = _loss(healed, tokens)
+    return losses
+
+
+def _shell(layers: Layers) -> PreTrainedModel:
+    """The family's model without layers: what turns the last hidden states into logits."""
+    base = copy.deepcopy(layers.config.base)
+    base.num_hidden_layers = 0
+    if getattr(base, "layer_types", None) is not None:
+        base.layer_types = []
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(base)
+    state = dict(layers.rest())
+    shell.load_state_dict(state, strict=False, assign=True)
+    shell.tie_weights()
+    return shell.eval()
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, tokens: Tensor, hidden: Tensor | None = None) -> float:
+    inputs: Sequence[tuple[str, Tensor]] = [("input_ids", t) for t in tokens.split(BATCH)]
+    if hidden is not None:
+        inputs = [("inputs_embeds", h) for h in hidden.split(BATCH)]
+    total = 0.0
+    for (name, part), labels in zip(inputs, tokens.split(BATCH), strict=True):
+        logits: Any = model(**{name: part}, use_cache=False).logits
+        total += F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum").item()
+    return total / tokens[:, 1:].numel()

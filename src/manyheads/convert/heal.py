@@ -1,0 +1,158 @@
+"""Layer-wise healing: each converted layer is fitted to what its source layer did, on the inputs it will really get.
+
+Layers are healed first to last. The target of layer l is the source's residual stream after its attention minus the
+converted model's stream before it, so a layer also makes good what earlier ones lost. The fit is Adam on all weights of
+the attention, in coordinates where it works best: weights that read x are multiplied by the square root of x's second
+moment, the output weights by the metric of the loss (see `manyheads.convert.stats.sensitivity`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from manyheads.convert.stats import power
+from manyheads.stack.seam import SeamAttention
+
+
+@dataclass(frozen=True)
+class LayerwiseHeal:
+    """Options of the fit.
+
+    steps of `batch` windows; rate is relative to each weight's own size, warmed up over 4 steps, then a cosine to a
+    twentieth. metric_floor, input_floor: damping of the two preconditioners. ridge: of the closed-form fit of the
+    output projection that comes first. sink: weight of each window's first token.
+    """
+
+    steps: int = 40
+    batch: int = 8
+    rate: float = 0.03
+    metric_floor: float = 0.1
+    input_floor: float = 0.01
+    ridge: float = 0.01
+    sink: float = 30.0
+    seed: int = 0
+
+    def __call__(
+        self, attention: SeamAttention, x: Tensor, target: Tensor, stream: Tensor, metric: Tensor | None = None
+    ) -> float:
+        """Fit the layer in place, in the dtype of x; weights keep their own.
+
+        Args:
+            x: `[N, T, D]`, normalised inputs that the converted model gives this layer.
+            target: `[N, T, D]`, what the layer should put out. stream: `[N, T, D]`, the source's residual stream after
+                attention, whose size says how much an error matters at each token.
+            metric: E[g gᵀ] `[D, D]` of the loss at the layer's output; None weighs all channels alike.
+
+        Returns:
+            The relative squared error that is left, in the metric. It is never above the one before: a fit that helped
+            nothing (of a layer that is exact already) is taken back.
+        """
+        weights, root = self._token_weights(stream), self._root(x, metric)
+        before = self._error(attention, x, target, weights, root)
+        if self.steps == 0:
+            return before
+        start = {name: w.detach().clone() for name, w in attention.named_parameters()}
+        inverse_root = torch.linalg.inv(root.double()).to(x.dtype)
+        seen = x.flatten(0, 1)[::3].double()
+        whiten = power(seen.T @ seen / len(seen), 0.5, self.input_floor)
+        whiten, unwhiten = whiten.to(x.dtype), torch.linalg.inv(whiten).to(x.dtype)
+        self._solve_output(attention, x, target, weights)
+        forms = {name: _form(attention, name) for name, _ in attention.named_parameters()}
+        into = {"input": lambda w: w @ whiten, "output": lambda w: root @ w, "plain": lambda w: w}
+        back = {"input": lambda w: w @ unwhiten, "output": lambda w: inverse_root @ w, "plain": lambda w: w}
+        free = {
+            name: into[forms[name]](w.detach().to(x.dtype)).clone().requires_grad_()
+            for name, w in attention.named_parameters()
+        }
+        rates = {name: self.rate * w.detach().pow(2).mean().sqrt().clamp_min(1e-6).item() for name, w in free.items()}
+        groups = [{"params": [w], "lr": rates[name], "base": rates[name]} for name, w in free.items()]
+        adam = torch.optim.Adam(groups, betas=(0.9, 0.95), eps=1e-12)
+        size = (weights * (target @ root).pow(2).sum(-1)).mean()
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.empty(0, dtype=torch.long)
+        for step in range(self.steps):
+            if len(order) < self.batch:
+                order = torch.cat([order, torch.randperm(len(x), generator=generator)])
+            rows, order = order[: self.batch], order[self.batch :]
+            for group in adam.param_groups:
+                group["lr"] = group["base"] * self._schedule(step)
+            now = {name: back[forms[name]](w) for name, w in free.items()}
+            error = (_apply(attention, now, x[rows]) - target[rows]) @ root
+            loss = (weights[rows] * error.pow(2).sum(-1)).mean() / size
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+        with torch.no_grad():
+            for name, w in attention.named_parameters():
+                w.copy_(back[forms[name]](free[name]))
+            after = self._error(attention, x, target, weights, root)
+            if after <= before:
+                return after
+            for name, w in attention.named_parameters():
+                w.copy_(start[name])
+            return before
+
+    def error(
+        self, attention: SeamAttention, x: Tensor, target: Tensor, stream: Tensor, metric: Tensor | None = None
+    ) -> float:
+        """Relative squared error of the layer's output, weighted as the fit weighs it."""
+        return self._error(attention, x, target, self._token_weights(stream), self._root(x, metric))
+
+    @torch.no_grad()
+    def _error(self, attention: SeamAttention, x: Tensor, target: Tensor, weights: Tensor, root: Tensor) -> float:
+        left = sum(
+            (w * ((_apply(attention, None, part) - y) @ root).pow(2).sum(-1)).sum().item()
+            for part, y, w in zip(*(t.split(self.batch) for t in (x, target, weights)), strict=True)
+        )
+        return left / (weights * (target @ root).pow(2).sum(-1)).sum().item()
+
+    def _root(self, x: Tensor, metric: Tensor | None) -> Tensor:
+        if metric is None:
+            return torch.eye(x.shape[-1], dtype=x.dtype)
+        return power(metric / metric.diagonal().mean(), 0.5, self.metric_floor).to(x.dtype)
+
+    def _token_weights(self, stream: Tensor) -> Tensor:
+        weights = 1 / stream.pow(2).mean(-1).clamp_min(1e-12)
+        weights[:, 0] *= self.sink
+        return weights
+
+    def _schedule(self, step: int) -> float:
+        cosine = 0.5 * (1 + math.cos(math.pi * step / self.steps))
+        return min(1.0, (step + 1) / 4) * (0.05 + 0.95 * cosine)
+
+    @torch.no_grad()
+    def _solve_output(self, attention: SeamAttention, x: Tensor, target: Tensor, weights: Tensor) -> None:
+        """The output projection's best change, by ridge regression on the heads' outputs."""
+        linear: nn.Linear = attention.project.o_proj  # type: ignore[assignment]
+        seen: list[Tensor] = []
+        handle = linear.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
+        y = torch.cat([_apply(attention, None, part) for part in x.split(self.batch)])
+        handle.remove()
+        o, left = torch.cat(seen), (target - y).flatten(0, 1)
+        weighted = o * weights.flatten()[:, None]
+        gram, cross = (weighted.T @ o).double(), (weighted.T @ left).double()
+        gram += self.ridge * gram.diagonal().mean() * torch.eye(len(gram))
+        linear.weight += torch.linalg.solve(gram, cross).T
+
+
+def _apply(attention: SeamAttention, weights: dict[str, Tensor] | None, x: Tensor) -> Tensor:
+    where = torch.arange(x.shape[1])[None]
+    if weights is None:
+        weights = {name: w.to(x.dtype) for name, w in attention.named_parameters()}
+    return functional_call(attention, weights, (x,), {"position_ids": where})[0]
+
+
+def _form(attention: SeamAttention, name: str) -> str:
+    """Which side of a weight is preconditioned: what reads x, what writes y, or neither."""
+    module, _, kind = name.rpartition(".")
+    owner = attention.get_submodule(module)
+    if kind != "weight" or not isinstance(owner, nn.Linear):
+        return "plain"
+    if module.endswith("o_proj"):
+        return "output"
+    return "input" if module.split(".")[-1] in ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj") else "plain"

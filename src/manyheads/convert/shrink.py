@@ -1,0 +1,316 @@
+"""The main job: a source model and cache budgets in, converted and healed checkpoints out.
+
+Layer by layer, twice over the source. The survey measures every layer on the source's own hidden states. The
+conversion then goes through the layers again with two streams, the source's and the converted model's: each layer is
+fitted, healed on the inputs it will really get, and written. Nothing else is ever in memory, and a job that was
+interrupted goes on after the last layer written, with the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from manyheads.convert.adopt import family_of
+from manyheads.convert.heal import LayerwiseHeal
+from manyheads.convert.moves.gauge import gauge
+from manyheads.convert.moves.gqa import ToGQA
+from manyheads.convert.moves.mla import ToMLA, choose
+from manyheads.convert.plan import Goal, Shape, check_uniform
+from manyheads.convert.stats import AttentionStats, measure, power, sensitivity
+from manyheads.convert.stream import InMemory, Layers, attention_of, layer_name, put_attention, run
+from manyheads.core.part import OptionError, Site
+from manyheads.core.spec import Spec
+from manyheads.stack.pretrained import ManyheadsConfig
+from manyheads.stack.seam import SeamAttention
+
+Progress = Callable[[str, int, int], object]
+SURVEYED = 13
+"""Calibration windows that the survey looks at (each costs a full attention map a layer)."""
+FELT = 20
+"""Calibration windows whose gradients say how the loss feels each layer's output."""
+
+
+class ResumeError(ValueError):
+    """A folder of an interrupted job that was started with other options."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Relative squared error of a converted layer's output, on the inputs it really gets, before and after healing."""
+
+    spec: str
+    fitted: float
+    healed: float
+
+
+def shape_of(source: Layers | ManyheadsConfig) -> Shape:
+    """The shape that budgets are judged by, from the config alone; layers that cannot be converted are refused here."""
+    config = source if isinstance(source, ManyheadsConfig) else source.config
+    if config.base is None:
+        raise OptionError("conversions start from an adopted model; this one is our own decoder")
+    shapes, specs = [], []
+    for index, (line, heads) in enumerate(zip(config.specs, config.heads, strict=True)):
+        spec, site = Spec.parse(line), Site(index, len(config.specs))
+        if "gqa" not in [part.name for part in spec.parts]:
+            raise OptionError(f"layer {index} is {spec}; conversions start from gqa")
+        _, _, layout = spec.resolve(site).layouts(config.hidden_size, heads, site)[0]
+        specs.append(spec)
+        shapes.append(Shape(layout.kv, layout.qk_width, layout.v_width, config.hidden_size))
+    return check_uniform(specs, shapes)
+
+
+def shrink(
+    layers: Layers,
+    tokens: Tensor,
+    goals: Sequence[Goal],
+    work: Path,
+    *,
+    heal: LayerwiseHeal | None = None,
+    options: dict[str, Any] | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> list[list[Damage]]:
+    """Convert a source for each goal; checkpoints land in `work/<goal name>`.
+
+    Args:
+        layers: the source.
+        tokens: calibration windows `[N, T]`.
+        work: folder of the job; what it holds from an interrupted run with the same options is used.
+        heal: layer-wise healing, or None for the bare fit.
+        options: anything else that the result depends on; recorded to check a resume.
+
+    Returns:
+        For each goal, the damage of each layer.
+    """
+    heal = LayerwiseHeal(steps=0) if heal is None else heal
+    refuse(layers.config, goals)
+    source = {"source": _digest(layers.embed(tokens)), "tokens": _digest(tokens)}
+    _check_resume(work, {**source, "heal": asdict(heal), **(options or {})})
+    survey(layers, tokens, work / "survey", progress)
+    slots = turning_damage(work / "survey", len(layers.config.specs))
+    return [convert(layers, tokens, goal, work, heal, slots, progress) for goal in goals]
+
+
+def refuse(config: ManyheadsConfig, goals: Sequence[Goal]) -> None:
+    """Raise before any work for layers that a goal's moves cannot convert."""
+    for goal in goals:
+        moves = _moves(goal, ())
+        for index, line in enumerate(config.specs):
+            reasons = [why for move in moves if (why := move.refusal(Spec.parse(line))) is not None]
+            if len(reasons) == len(moves):
+                raise OptionError(f"layer {index} cannot become {goal.name}: {reasons[0]}")
+
+
+def _moves(goal: Goal, turning: tuple[tuple[int, int], ...]) -> list[ToMLA | ToGQA]:
+    moves: list[ToMLA | ToGQA] = []
+    if goal.to in ("mla", "auto"):
+        moves.append(ToMLA(goal.floats - 2 * len(turning), turning))
+    if goal.to in ("gqa", "auto") and goal.kv_heads:
+        moves.append(ToGQA(goal.kv_heads))
+    return moves
+
+
+def survey(layers: Layers, tokens: Tensor, folder: Path, progress: Progress) -> None:
+    """Measure every layer on the source's hidden states; one file a layer, kept for the conversions."""
+    count = len(layers.config.specs)
+    if all((folder / f"{index}.safetensors").exists() for index in range(count)):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = _felt(layers, tokens, progress)
+    hidden = layers.embed(tokens)
+    every = max(1, len(tokens) // SURVEYED)
+    for index in range(count):
+        with layers.open(index) as layer:
+            seen = run(layer, layers.config, hidden)
+            attention = attention_of(layer, layers.config)
+            root = torch.eye(hidden.shape[-1]) if metrics is None else power(metrics[index], 0.5).float()
+            stats = measure(attention, seen.x[::every], root)
+            tensors = dict(stats._asdict())
+            if metrics is not None:
+                tensors["felt"] = metrics[index]
+            if "rope" in str(attention.spec):
+                tensors["damage"] = gauge(attention, stats).damage
+        _save({name: t.contiguous() for name, t in tensors.items()}, folder / f"{index}.safetensors")
+        hidden = seen.after
+        progress("calibrate", index + 1, count)
+
+
+def _felt(layers: Layers, tokens: Tensor, progress: Progress) -> list[Tensor] | None:
+    """The loss's metric at each layer's output; needs the whole model, so a model read layer by layer goes without."""
+    if not isinstance(layers, InMemory):
+        return None
+    after = family_of(layers.config.base).after_attention
+    places = [layers.model.model.get_submodule(after.format(i)) for i in range(len(layers.config.specs))]
+    every = max(1, len(tokens) // FELT)
+    return sensitivity(layers.model, tokens[::every][:FELT], places)
+
+
+def surveyed(folder: Path, index: int) -> tuple[AttentionStats, Tensor | None]:
+    """What the survey knows of a layer: its statistics, and the loss's metric at its output."""
+    file = load_file(folder / f"{index}.safetensors")
+    return AttentionStats(*(file[name] for name in AttentionStats._fields)), file.get("felt")
+
+
+def turning_damage(folder: Path, count: int) -> Tensor:
+    """What stopping each rotary component would cost, summed over layers: all layers keep the same ones."""
+    damages = [load_file(folder / f"{index}.safetensors").get("damage") for index in range(count)]
+    known = [damage for damage in damages if damage is not None]
+    return torch.stack(known).sum(0) if known else torch.zeros(0)
+
+
+def convert(
+    layers: Layers,
+    tokens: Tensor,
+    goal: Goal,
+    work: Path,
+    heal: LayerwiseHeal,
+    damage: Tensor,
+    progress: Progress = lambda stage, done, total: None,
+) -> list[Damage]:
+    """One goal: fit, heal and write layer after layer. Goes on after the last layer that an earlier run finished."""
+    config, count = layers.config, len(layers.config.specs)
+    folder = work / goal.name
+    folder.mkdir(parents=True, exist_ok=True)
+    moves = _moves(goal, choose(damage, goal.turning) if goal.to != "gqa" else ())
+    done = _Done.read(folder)
+    if done.finished:
+        return done.damage
+    source, ours = done.streams or ((hidden := layers.embed(tokens)), hidden.clone())
+    for index in range(done.layers, count):
+        with layers.open(index) as layer:
+            seen = run(layer, config, source)
+            stream = seen.before + seen.y
+            given = run(layer, config, ours).x
+            stats, felt = surveyed(work / "survey", index)
+            problem = (given, stream - ours, stream, felt)
+            fitted, before = _best(moves, attention_of(layer, config), stats, heal, problem)
+            after = heal(fitted, *problem)
+            put_attention(layer, config, fitted)
+            ours, source = run(layer, config, ours, record=False).after, seen.after
+            _write_layer(layer, config, index, folder)
+        done.add(Damage(str(fitted.spec), before, after), source, ours)
+        progress(goal.name, index + 1, count)
+    _finish(layers, goal, folder, done.damage)
+    return done.damage
+
+
+def _best(
+    moves: Sequence[ToMLA | ToGQA], attention: SeamAttention, stats: AttentionStats, heal: LayerwiseHeal, problem: Any
+) -> tuple[SeamAttention, float]:
+    """The move that does the least damage to this layer."""
+    fits = [move(attention, stats) for move in moves if move.refusal(attention.spec) is None]
+    return min(((fit, heal.error(fit, *problem)) for fit in fits), key=lambda pair: pair[1])
+
+
+class _Done:
+    """What of a goal is finished: layer files, and the two streams after the last of them."""
+
+    def __init__(self, folder: Path, damage: list[Damage], streams: tuple[Tensor, Tensor] | None) -> None:
+        self.folder, self.damage, self.streams = folder, damage, streams
+
+    @property
+    def layers(self) -> int:
+        return len(self.damage)
+
+    @property
+    def finished(self) -> bool:
+        """The streams go last, after the config."""
+        return self.streams is None and (self.folder / "config.json").exists()
+
+    @classmethod
+    def read(cls, folder: Path) -> _Done:
+        log, streams, config = (folder / name for name in ("damage.json", "streams.safetensors", "config.json"))
+        if not streams.exists() and not config.exists():
+            return cls(folder, [], None)
+        damage = [Damage(**entry) for entry in json.loads(log.read_text())]
+        if not streams.exists():
+            return cls(folder, damage, None)
+        kept = load_file(streams)
+        damage = damage[: int(kept["layers"])]  # the log may be one layer ahead
+        return cls(folder, damage, (kept["source"], kept["ours"]))
+
+    def add(self, damage: Damage, source: Tensor, ours: Tensor) -> None:
+        self.damage.append(damage)
+        _write_text(json.dumps([asdict(entry) for entry in self.damage], indent=1), self.folder / "damage.json")
+        kept = {"source": source.contiguous(), "ours": ours.contiguous(), "layers": torch.tensor(self.layers)}
+        _save(kept, self.folder / "streams.safetensors")
+
+
+def _write_layer(layer: nn.Module, config: ManyheadsConfig, index: int, folder: Path) -> None:
+    name = layer_name(config, index)
+    tensors = {f"model.{name}.{key}": t.contiguous() for key, t in layer.state_dict().items()}
+    _save(tensors, folder / f"layer-{index:05d}.safetensors")
+
+
+def _finish(layers: Layers, goal: Goal, folder: Path, damage: list[Damage]) -> None:
+    """What surrounds the layers, the index and the config; afterwards the folder is a checkpoint."""
+    for number, (name, tensor) in enumerate(layers.rest()):
+        _save({f"model.{name}": tensor.contiguous()}, folder / f"rest-{number:05d}.safetensors")
+    where, size = {}, 0
+    for file in sorted(folder.glob("*-*.safetensors")):
+        header = _header(file)
+        where |= dict.fromkeys(header, file.name)
+        size += sum(stop - start for start, stop in header.values())
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    _write_text(json.dumps(index, indent=1), folder / "model.safetensors.index.json")
+    config = ManyheadsConfig(
+        base=layers.config.base,
+        specs=[entry.spec for entry in damage],
+        attention_path=layers.config.attention_path,
+        notes={"goal": asdict(goal), "damage": [asdict(entry) for entry in damage]},
+        architectures=["ManyheadsForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    if isinstance(layers, InMemory):
+        layers.model.generation_config.save_pretrained(folder)
+    (folder / "streams.safetensors").unlink(missing_ok=True)
+
+
+def _header(file: Path) -> dict[str, tuple[int, int]]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return {name: tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _check_resume(work: Path, options: dict[str, Any]) -> None:
+    """A job's options are written down when it starts; going on with others would mix two jobs."""
+    file = work / "job.json"
+    options = json.loads(json.dumps(options, default=str))
+    if not file.exists():
+        work.mkdir(parents=True, exist_ok=True)
+        _write_text(json.dumps(options, indent=1), file)
+        return
+    before = json.loads(file.read_text())
+    differ = sorted(name for name in before.keys() | options.keys() if before.get(name) != options.get(name))
+    if differ:
+        told = ", ".join(f"{name} was {before.get(name)!r}, is {options.get(name)!r}" for name in differ)
+        raise ResumeError(f"{work} holds a job with other options ({told}); repeat them, or choose another folder")
+
+
+def _digest(tokens: Tensor) -> str:
+    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Whole or not at all."""
+    partial = file.with_suffix(".tmp")
+    try:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_text(text: str, file: Path) -> None:
+    partial = file.with_suffix(".tmp")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.rename(file)

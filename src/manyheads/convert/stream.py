@@ -1,0 +1,170 @@
+"""A model as a sequence of decoder layers, one in memory at a time, and the hidden states that flow through them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from manyheads.convert.adopt import adopt, adopt_attention, adopted_config
+from manyheads.convert.source import read_config, weight_files
+from manyheads.stack.pretrained import ManyheadsConfig
+from manyheads.stack.seam import SeamAttention
+
+BATCH = 8
+"""Windows that go through a layer together."""
+
+
+class Layers(Protocol):
+    """A source model whose decoder layers are visited first to last, with our attention in them."""
+
+    config: ManyheadsConfig
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids `[N, T]` to hidden states `[N, T, D]`."""
+        ...
+
+    @contextmanager
+    def open(self, index: int) -> Iterator[nn.Module]:
+        """The decoder layer; it may be gone from memory afterwards."""
+        ...
+
+    def rest(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor outside the decoder layers, one at a time, by its name in the family's model."""
+        ...
+
+
+class InMemory:
+    """The layers of a loaded model, which is adopted in place. What `open` gives is a copy: the model stays.
+
+    A model in half precision is converted in float32, as `OnDisk` does it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = adopt(model).eval()
+        self.config = self.model.config
+        self.dtype = torch.promote_types(self.model.dtype, torch.float32)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.model.get_input_embeddings()(tokens).to(self.dtype)
+
+    @contextmanager
+    def open(self, index: int) -> Iterator[nn.Module]:
+        yield copy.deepcopy(self.model.model.get_submodule(layer_name(self.config, index))).eval().to(self.dtype)
+
+    def rest(self) -> Iterator[tuple[str, Tensor]]:
+        tied = set(self.model.model.all_tied_weights_keys)
+        for name, tensor in self.model.model.state_dict().items():
+            if not name.startswith(layers_prefix(self.config)) and name not in tied:
+                yield name, tensor.to(self.dtype)
+
+
+class OnDisk:
+    """The layers of a safetensors folder, read one at a time: memory holds one layer, never the model.
+
+    A handle on a file counts the whole file as resident while it is open, so each layer opens its own and closes it.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        read_config(folder)
+        self.where = {name: file for file, names in weight_files(folder).items() for name in names}
+        self.dtype = dtype
+        base = AutoConfig.from_pretrained(folder)
+        self.config = adopted_config(base)
+        with torch.device("meta"):
+            self.skeleton = AutoModelForCausalLM.from_config(base, attn_implementation="sdpa")
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedding = self.skeleton.get_input_embeddings()
+        name = next(name for name, module in self.skeleton.named_modules() if module is embedding)
+        table = self._read([f"{name}.weight"])[f"{name}.weight"]
+        return nn.functional.embedding(tokens, table).to(self.dtype)
+
+    @contextmanager
+    def open(self, index: int) -> Iterator[nn.Module]:
+        prefix = f"{layer_name(self.config, index)}."
+        layer = copy.deepcopy(self.skeleton.get_submodule(prefix[:-1])).to_empty(device="cpu").eval()
+        tensors = self._read([name for name in self.where if name.startswith(prefix)])
+        layer.load_state_dict({name.removeprefix(prefix): tensor.to(self.dtype) for name, tensor in tensors.items()})
+        layer.to(self.dtype)
+        put_attention(layer, self.config, adopt_attention(attention_of(layer, self.config), self.config, index))
+        yield layer
+        del layer, tensors
+        gc.collect()
+
+    def rest(self) -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(self.where):
+            if not name.startswith(layers_prefix(self.config)):
+                yield name, self._read([name])[name].to(self.dtype)
+
+    def _read(self, names: list[str]) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for file in sorted({self.where[name] for name in names}):
+            with safe_open(file, "pt") as handle:
+                for name in names:
+                    if self.where[name] == file:
+                        tensors[name] = handle.get_tensor(name).clone()
+        return tensors
+
+
+def layers_prefix(config: ManyheadsConfig) -> str:
+    """Where decoder layers sit in the family's model, such as `model.layers.`."""
+    return config.attention_path.split("{}")[0]
+
+
+def layer_name(config: ManyheadsConfig, index: int) -> str:
+    return f"{layers_prefix(config)}{index}"
+
+
+def attention_of(layer: nn.Module, config: ManyheadsConfig) -> SeamAttention:
+    """Our attention inside a decoder layer."""
+    return layer.get_submodule(config.attention_path.split("{}.")[1])  # type: ignore[return-value]
+
+
+def put_attention(layer: nn.Module, config: ManyheadsConfig, attention: SeamAttention) -> None:
+    *parents, name = config.attention_path.split("{}.")[1].split(".")
+    setattr(layer.get_submodule(".".join(parents)), name, attention)
+
+
+@dataclass
+class Pass:
+    """What went through a layer: the input and output of its attention, and the residual stream around both."""
+
+    before: Tensor  # [N, T, D] hidden states entering the layer
+    x: Tensor  # normalised input of attention
+    y: Tensor  # output of attention
+    after: Tensor  # hidden states leaving the layer
+
+
+@torch.no_grad()
+def run(layer: nn.Module, config: ManyheadsConfig, hidden: Tensor, *, record: bool = True) -> Pass:
+    """Send hidden states `[N, T, D]` through a decoder layer, causally, positions from zero."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def keep(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], out: tuple[Tensor, None]) -> None:
+        seen.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], out[0]))
+
+    handle = attention_of(layer, config).register_forward_hook(keep, with_kwargs=True) if record else None
+    positions = torch.arange(hidden.shape[1])[None]
+    try:
+        outs = []
+        for batch in hidden.split(BATCH):
+            out = layer(batch, position_ids=positions)
+            outs.append(out if isinstance(out, Tensor) else out[0])
+    finally:
+        if handle is not None:
+            handle.remove()
+    after = torch.cat(outs)
+    if not record:
+        return Pass(hidden, hidden, hidden, after)
+    return Pass(hidden, torch.cat([x for x, _ in seen]), torch.cat([y for _, y in seen]), after)
