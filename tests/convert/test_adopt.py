@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
 
 
 def rope(kind, **options):
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **options}}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | options}
 
 
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

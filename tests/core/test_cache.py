@@ -310,7 +310,7 @@ def test_a_slot_holds_its_newest_token(stride, blocks):
     for n in blocks:
         cut = slice(at, at + n)
         axis = Axis(n, at, position[:, cut], valid=valid[:, cut])
-        seen = slots.write(x[:, :, cut], axis, at)
+        seen = slots.write(x[:, :, cut], axis)
         at += n
         held = slots.seen()
         for b in range(3):
@@ -332,7 +332,7 @@ def test_a_slot_of_padding_stays_empty_while_storage_grows():
     position = (valid.long().cumsum(-1) - 1).clamp_min(0)
     for first in range(0, n, 4):
         cut = slice(first, first + 4)
-        slots.write(torch.ones(2, 1, 4, 1), Axis(4, first, position[:, cut], valid=valid[:, cut]), first)
+        slots.write(torch.ones(2, 1, 4, 1), Axis(4, first, position[:, cut], valid=valid[:, cut]))
         held = slots.seen().axis.validity
         for b in range(2):
             told = int(valid[b, : first + 4].sum())

@@ -114,9 +114,8 @@ class Attention(nn.Module):
                 call = Call(q, k, v, call.mask, call.scale, bias)
         o = self._attend(call, [*self._pieces()], flow).o
         o = self.project.undo(o, flow)
-        for piece in self.late_transforms:
-            if piece.linear:
-                o = piece.v_after(o, flow)
+        for piece in self.late_transforms if self._after(flow) else ():
+            o = piece.v_after(o, flow)
         for piece in cast(Sequence[Gate], self.gates):
             o = piece.gate(o, flow)
         if isinstance(cache, Cache) and flow.new_state:
@@ -137,7 +136,7 @@ class Attention(nn.Module):
             )
         layer = self.site.layer
         links = Links() if links is None else links
-        q = positions if isinstance(positions, Axis) else self._axis(x, positions, mask, cache)
+        q = positions if isinstance(positions, Axis) else self.axis_of(x, positions, mask, cache)
         source, new = (x, q) if context is None else (context, Axis(context.shape[1], 0, device=x.device))
         if isinstance(mask, Mask) and (context is not None or cache is None):
             new = mask.k
@@ -155,9 +154,10 @@ class Attention(nn.Module):
             flow.past = cache.slots(layer)
         return flow
 
-    def _axis(
+    def axis_of(
         self, x: Tensor, positions: Tensor | None, mask: Tensor | Mask | None, cache: transformers.Cache | None
     ) -> Axis:
+        """The tokens of x: they count on from what the cache has seen, padding (a `[B, T]` mask) apart."""
         if isinstance(mask, Mask):
             return mask.q
         past = 0
@@ -229,11 +229,15 @@ class Attention(nn.Module):
         for piece in self.late_transforms:
             if flow.view == "expanded":
                 k = self._edit(k, piece.on_k, flow)
-            if not piece.linear:
+            if not self._after(flow):
                 v = piece.on_v(v, flow)
         if self.rotate_at == "read":
             q, k = self._turn(q, "q", flow.q), self._turn(k, "k", axis)
         return q, k, v, axis
+
+    def _after(self, flow: Flow) -> bool:
+        """Values are final only after `undo`, so transforms of them come behind it (they are linear: see `_view`)."""
+        return flow.view == "absorbed" or self.project.undoes
 
     def _view(self, queries: int) -> View:
         """The absorbed view pays while few queries read many latents."""

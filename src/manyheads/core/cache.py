@@ -7,7 +7,6 @@ a spec declares. `write` also accepts the library's stock caches, into whose two
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -135,8 +134,8 @@ class Slots:
         axis = Axis(self.count, None, position, self["time"], None, position >= 0, device=position.device)
         return Rows({"": self["rows"]}, axis)
 
-    def write(self, new: Tensor, axis: Axis, tokens: int) -> Rows:
-        """`tokens`: how many were seen before this write, padding included; bounds the number of slots."""
+    def write(self, new: Tensor, axis: Axis) -> Rows:
+        """Fill the slots of `axis.position // stride`, from the first one on whether or not all were ever written."""
         position, time, valid = (t.expand(len(new), -1) for t in (axis.position, axis.time, axis.validity))
         before = Rows({"": new}, axis)
         if self.count and axis.length > 1:
@@ -145,7 +144,7 @@ class Slots:
         slot = torch.where(valid, position // self.stride, -1)
         newest = valid.clone()
         newest[:, :-1] &= slot[:, 1:] != slot[:, :-1]
-        self.count = math.ceil((tokens + axis.length) / self.stride)
+        self.count = max(self.count, int(slot.max()) + 1)
         self._put("rows", new, 2, slot, newest, 0)
         self._put("position", position, 1, slot, newest, -1)
         self._put("time", time, 1, slot, newest, -1)
@@ -197,7 +196,7 @@ class SiteStore(CacheLayerMixin):
             if entry.dtype is not None:
                 new = new.to(entry.dtype)
             if entry.stride > 1:
-                seen = self.slots.setdefault(name, Slots(entry.stride)).write(new, axis, self.length)
+                seen = self.slots.setdefault(name, Slots(entry.stride)).write(new, axis)
                 tensors[name], keys = seen[""], seen.axis
             else:
                 tensors[name] = self.growing.setdefault(name, Growing(entry.keep)).append(new)

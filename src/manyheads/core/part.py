@@ -167,6 +167,7 @@ class Project(Piece):
 
     views: tuple[str, ...] = ("expanded",)
     absorb_below: int = 0  # queries a pass up to which the absorbed view costs less
+    undoes: bool = False  # values as read are not final in any view: `undo` maps their weighted sum
     rotate: Literal["write", "read"] = "write"
     entries: Mapping[str, Entry] = {}
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from manyheads.attention.project.latent import RMSNorm
+from manyheads.attention.latent import RMSNorm
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
@@ -84,7 +84,7 @@ class MFAProject(Project):
         self.q_a_proj = nn.Linear(heads.dim, rank, bias=False)
         self.q_a_norm = RMSNorm(rank, 1e-6) if options.norm else nn.Identity()
         self.q_b_proj = nn.Linear(rank, heads.q * self.width, bias=False)
-        self.rotate = "read" if self.reuse else "write"
+        self.rotate, self.undoes = "read" if self.reuse else "write", self.reuse
         if site.kv_source is None:
             self.k_proj = nn.Linear(source, self.width, bias=False)
             self.entries = {"k": Entry(1, self.width, None if self.reuse else "k")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from manyheads.attention.project.latent import LatentProject, latent_cost, latent_widths
+from manyheads.attention.latent import LatentProject, latent_cost, latent_widths
 from manyheads.core.cost import Cost
 from manyheads.core.part import Heads, Part, Site
 from manyheads.core.registry import register

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from manyheads.attention.project.latent import LatentProject, latent_cost, latent_widths
+from manyheads.attention.latent import LatentProject, latent_cost, latent_widths
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow

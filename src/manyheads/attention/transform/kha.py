@@ -100,7 +100,4 @@ class KHATransform(Transform):
         return q if self.k is None else q @ self.k.T
 
     def v_after(self, o: Tensor, flow: Flow) -> Tensor:
-        if self.v is None:
-            return o
-        each = o.unflatten(-1, (-1, len(self.v)))  # differential attention sets two values side by side
-        return self.on_v(each, flow).flatten(-2)
+        return self.on_v(o, flow)

@@ -36,7 +36,7 @@ def new_folder(path: str | Path, *, needed: int | None = None) -> Iterator[Path]
         work.rename(path)
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
-        full = _disk_full(error)
+        full = disk_full(error)
         free = shutil.disk_usage(path.parent).free if full else 0
         for parent in made:
             with suppress(OSError):
@@ -60,8 +60,8 @@ def _make_parents(parent: Path) -> list[Path]:
     return missing
 
 
-def _disk_full(error: BaseException) -> bool:
-    """safetensors wraps the system's error in one of its own, which keeps the text alone."""
+def disk_full(error: BaseException) -> bool:
+    """Whether the disk is full. safetensors wraps the system's error in one of its own, which keeps the text alone."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, Exception) and f"os error {errno.ENOSPC}" in str(error)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from manyheads.attention import Attention
 from manyheads.attention.position.rope import Rope
 from manyheads.attention.project.gqa import GQAProject
-from manyheads.attention.project.latent import LatentProject
+from manyheads.attention.latent import LatentProject
 
 
 class Widths(NamedTuple):

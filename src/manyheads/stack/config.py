@@ -1,0 +1,101 @@
+"""What a checkpoint says of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from manyheads.stack.ffn import find_ffn
+from manyheads.stack.sources import check_layers, per_layer
+
+OWN: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": None,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "ffn": "swiglu",
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "max_position_embeddings": 2048,
+    "use_cache": True,
+}
+"""Fields of our own decoder, with their defaults. With a base they read what the base says."""
+
+
+class ManyheadsConfig(PreTrainedConfig):
+    """The spec of every layer's attention, and the model around it: a family's (`base`), or our own decoder.
+
+    >>> ManyheadsConfig(specs="mla(rank=64) + moh(top=6)", hidden_size=256, num_hidden_layers=4, vocab_size=1000)
+
+    Args:
+        base: config of the family whose model surrounds the attention layers; None for our own decoder.
+        specs: a spec line for all layers, or one a layer. heads: query heads, likewise (default: the model's).
+        kv_source: for each layer, None, or the earlier layer whose cached rows it reads.
+        attention_path: where the model keeps its attention modules.
+        aux_weight: factor of the auxiliary losses' mean in the loss.
+        notes: how the checkpoint came to be (source, budget, text, figures); not read by the model.
+        kwargs: without a base, fields of our own decoder (see `OWN`: vocab_size, hidden_size, …), and what every
+            transformers config has (tie_word_embeddings, token ids, …).
+
+    What does not fit (a spec, the number of layers, a source) is a ValueError here, before a model exists.
+    """
+
+    model_type = "manyheads"
+    has_no_defaults_at_init = True
+
+    def __init__(
+        self,
+        base: dict[str, Any] | PreTrainedConfig | None = None,
+        specs: str | Sequence[str] = "gqa",
+        heads: int | Sequence[int] | None = None,
+        kv_source: Sequence[int | None] | None = None,
+        attention_path: str | None = None,
+        notes: dict[str, Any] | None = None,
+        aux_weight: float = 0.01,
+        **kwargs: Any,
+    ) -> None:
+        self.base = base = AutoConfig.for_model(**base) if isinstance(base, dict) else base
+        if base is None:
+            for name, default in OWN.items():
+                setattr(self, name, kwargs.pop(name, default))
+            find_ffn(self.ffn)
+        else:
+            self._agree(base, kwargs)
+            kwargs.setdefault("tie_word_embeddings", base.tie_word_embeddings)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                kwargs.setdefault(name, getattr(base, name, None))
+        layers = self.num_hidden_layers
+        self.specs = [str(spec) for spec in per_layer(specs, layers, "specs")]
+        self.heads = per_layer(heads or self.num_attention_heads, layers, "head counts")
+        self.kv_source = per_layer(kv_source or None, layers, "sources")
+        check_layers(self.specs, self.hidden_size, self.heads, self.kv_source)
+        self.attention_path = attention_path or (
+            "decoder.stack.blocks.{}.attention" if base is None else "model.layers.{}.self_attn"
+        )
+        self.notes = dict(notes or {})
+        self.aux_weight = aux_weight
+        kwargs.setdefault("tie_word_embeddings", True)
+        super().__init__(**kwargs)
+
+    @staticmethod
+    def _agree(base: PreTrainedConfig, given: dict[str, Any]) -> None:
+        """A field that the base decides cannot be given another value."""
+        for name in given.keys() & (OWN.keys() - {"use_cache"}):
+            if given[name] != getattr(base, name, None):
+                raise ValueError(f"{name}={given[name]!r}: the base config says {getattr(base, name, None)!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        base = self.__dict__.get("base")
+        if name in OWN and base is not None:
+            return getattr(base, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        return self if self.base is None else self.base
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"base": None if self.base is None else self.base.to_dict()}

@@ -1,0 +1,84 @@
+"""Which layer reads whose cached rows: what fits is settled before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from manyheads.attention import Attention
+from manyheads.core.part import OptionError, Site
+from manyheads.core.spec import Spec
+
+T = TypeVar("T")
+
+
+def per_layer(value: T | Sequence[T], layers: int, what: str) -> list[T]:
+    """One value a layer, from one for all or from a list of them."""
+    if isinstance(value, (str, Spec)) or not isinstance(value, Sequence):
+        return [value] * layers  # type: ignore[list-item]
+    if len(value) != layers:
+        raise ValueError(f"{len(value)} {what} for {layers} layers; give one, or one for each layer")
+    return list(value)
+
+
+def sites(layers: int, kv_source: Sequence[int | None], causal: bool = True) -> list[Site]:
+    """Where each layer of a stack sits."""
+    return [Site(layer, layers, causal=causal, kv_source=source) for layer, source in enumerate(kv_source)]
+
+
+def check_layers(
+    specs: Sequence[str | Spec], dim: int, heads: Sequence[int], kv_source: Sequence[int | None], causal: bool = True
+) -> None:
+    """Raise a ValueError that names the layer whose spec does not fit, or the layers whose rows cannot be shared."""
+    seen: set[tuple[str, int, int | None]] = set()
+    for site, line, count in zip(sites(len(specs), kv_source, causal), specs, heads, strict=True):
+        if (str(line), count, site.kv_source) in seen:
+            continue
+        try:
+            Spec.parse(line).resolve(site).layouts(dim, count, site)
+        except OptionError as error:
+            raise type(error)(f"layer {site.layer}: {error}") from None
+        seen.add((str(line), count, site.kv_source))
+    for reader, owner in enumerate(kv_source):
+        if owner is not None:
+            why = _why_not(specs, dim, heads, kv_source, reader, owner, causal)
+            if why is not None:
+                raise ValueError(f"layer {reader} cannot read the rows of layer {owner}: {why}")
+
+
+def _why_not(
+    specs: Sequence[str | Spec], dim: int, heads: Sequence[int], kv_source: Sequence[int | None], reader: int,
+    owner: int, causal: bool,
+) -> str | None:  # fmt: skip
+    if not 0 <= owner < reader:
+        return f"a source is an earlier layer, so one of 0 to {reader - 1}" if reader else "the first layer has none"
+    if kv_source[owner] is not None:
+        return f"layer {owner} has none, it reads those of layer {kv_source[owner]}; name that layer"
+    with torch.device("meta"):
+        ours, theirs = (
+            Attention(specs[layer], dim, heads[layer], site=Site(layer, len(specs), causal=causal))
+            for layer in (reader, owner)
+        )
+    wanted, given = ({n: e._replace(keep=None) for n, e in layer.entries.items()} for layer in (ours, theirs))
+    if wanted != given:
+        return f"it reads {_rows(ours)}, layer {owner} writes {_rows(theirs)}"
+    if _positions(ours) != _positions(theirs):
+        return f"positions enter its scores by {_positions(ours)}, those of layer {owner} by {_positions(theirs)}"
+    near, far = theirs.layout.keep, ours.layout.keep
+    if near is not None and (far is None or far > near):
+        return f"layer {owner} keeps its newest {near} rows, layer {reader} looks at {far or 'all'}"
+    return None
+
+
+def _rows(layer: Attention) -> str:
+    return " and ".join(
+        f"{name!r} ({entry.heads} x {entry.width}{f', one slot for {entry.stride} tokens' if entry.stride > 1 else ''})"
+        for name, entry in layer.entries.items()
+    )
+
+
+def _positions(layer: Attention) -> str:
+    parts = " + ".join(str(Spec((part,))) for part in layer.spec.by_stage["position"]) or "nothing"
+    return f"{parts} when rows are {'read' if layer.rotate_at == 'read' else 'written'}"

@@ -1,0 +1,126 @@
+"""Blocks in a row, with one description of the tokens for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+import torch
+import torch.utils.checkpoint
+import transformers
+from torch import Tensor, nn
+
+from manyheads.attention import Attention
+from manyheads.core.cost import Cost
+from manyheads.core.flow import Links
+from manyheads.core.mask import Axis, Mask
+from manyheads.core.part import Site
+from manyheads.core.spec import Spec
+from manyheads.stack.block import Block
+from manyheads.stack.ffn import make_ffn
+from manyheads.stack.initialise import initialise
+from manyheads.stack.sources import check_layers, per_layer, sites
+
+
+class Stack(nn.Module):
+    """Pre-norm blocks.
+
+    >>> stack = Stack("gqa(kv_heads=2)", dim=64, heads=8, layers=4, kv_source=[None, 0, None, 2])
+    >>> y = stack(torch.randn(1, 5, 64))
+
+    Args:
+        specs: one line for all layers, or one a layer. heads: likewise.
+        layers: how many (default: as many as there are specs).
+        ffn: `swiglu`, `gelu` or `none`; hidden: its width.
+        causal: False for an encoder.
+        cross: whether each block also attends to a `context`, and how: True stands for `gqa`, or give a spec line.
+            context_dim: the context's width (default dim).
+        kv_source: for each layer None, or the earlier layer whose cached rows it reads; such a layer has no weights
+            for rows and adds nothing to the cache.
+        eps: of the norms. dropout: probability of dropping an attention weight in training. std: of the first weights
+            (see `initialise`).
+        checkpoint: compute the blocks again in backward instead of keeping their activations.
+    """
+
+    def __init__(
+        self, specs: str | Spec | Sequence[str | Spec], dim: int, heads: int | Sequence[int],
+        layers: int | None = None, *, ffn: str = "swiglu", hidden: int | None = None, causal: bool = True,
+        cross: bool | str = False, context_dim: int | None = None, kv_source: Sequence[int | None] | None = None,
+        eps: float = 1e-6, dropout: float = 0.0, std: float = 0.02, checkpoint: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if layers is None:
+            layers = 1 if isinstance(specs, (str, Spec)) else len(specs)
+        if layers < 1:
+            raise ValueError(f"a stack of {layers} layers; the smallest has 1")
+        lines, counts = per_layer(specs, layers, "specs"), per_layer(heads, layers, "head counts")
+        self.kv_source = per_layer(kv_source, layers, "sources")
+        check_layers(lines, dim, counts, self.kv_source, causal)
+        self.dim, self.causal = dim, causal
+        self.blocks = nn.ModuleList()
+        for site, line, count in zip(sites(layers, self.kv_source, causal), lines, counts, strict=True):
+            attention = Attention(line, dim, count, site=site, dropout=dropout)
+            other = None
+            if cross:
+                place = Site(layers + site.layer, layers, causal=False, cross=True, context_dim=context_dim)
+                other = Attention("gqa" if cross is True else cross, dim, count, site=place, dropout=dropout)
+            self.blocks.append(Block(attention, make_ffn(ffn, dim, hidden), cross=other, eps=eps))
+        self.cross = bool(cross)
+        self._read = {source for source in self.kv_source if source is not None}
+        self.checkpoint(checkpoint)
+        initialise(self, layers, std)
+
+    def checkpoint(self, wanted: bool = True) -> None:
+        """Whether training passes compute the blocks again in backward."""
+        for block in cast(Sequence[Block], self.blocks):
+            block.gradient_checkpointing = wanted
+            block._gradient_checkpointing_func = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)  # type: ignore[assignment]
+
+    @property
+    def attentions(self) -> list[Attention]:
+        return [block.attention for block in cast(Sequence[Block], self.blocks)]
+
+    @property
+    def cost(self) -> Cost:
+        """Parameters, cache and FLOPs of the layers' (self-)attention."""
+        total = Cost()
+        for layer in self.attentions:
+            total = total + layer.spec.cost(self.dim, layer.heads, layer.site)
+        return total
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | Axis | None = None,
+        mask: Tensor | Mask | None = None,
+        cache: transformers.Cache | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        links: Links | None = None,
+    ) -> Tensor:
+        """x `[B, T, D]` to `[B, T, D]`; arguments as in `Attention`, context_mask bool `[B, S]` marks the context's
+        tokens against padding.
+
+        The tokens are described once (one `Axis`), so that what depends on them alone (rotations) is computed once.
+        """
+        if self.cross != (context is not None):
+            raise ValueError(f"this stack {'needs a context' if self.cross else 'takes no context'}")
+        links = Links() if links is None else links
+        axis = positions if isinstance(positions, Axis) else self.attentions[0].axis_of(x, positions, mask, cache)
+        if context_mask is not None:
+            context_mask = context_mask[:, None, None].expand(-1, -1, x.shape[1], -1)
+        for layer, block in enumerate(self.blocks):
+            x = block(
+                x, positions=axis, mask=mask, cache=cache, context=context, context_mask=context_mask, links=links
+            )
+            if layer not in self._read:
+                links.rows.pop(layer, None)  # nobody reads them: free before the next layer
+            links.rows.pop(len(self.blocks) + layer, None)
+        return x
+
+    def on_step(self, progress: float) -> None:
+        """Pass training progress in [0, 1] to every part with a schedule."""
+        for layer in self.attentions:
+            layer.on_step(progress)

@@ -1,0 +1,156 @@
+"""Oracles of the card `mtla`."""
+
+import math
+
+import pytest
+import torch
+from tests.oracles.reference import HEADS, batch, close, decoded, differ, heads_of, join, make, rope, twin, weights
+
+from manyheads import Attention, Cache
+
+R, ROPE, NOPE, V = 12, 4, 6, 5
+SIZES = f"rank={R}, rope_dim={ROPE}, nope_dim={NOPE}, v_dim={V}"
+TOKENS = 10  # no multiple of 3 or 4
+
+
+def spec(stride, extra=""):
+    return f"mtla(stride={stride}, {SIZES}{extra})"
+
+
+def gates(layer, x, stride):
+    """w `[B, T, 1]` by the card's formula."""
+    p, c = layer.project, normed(layer, x)
+    chunk = torch.arange(x.shape[1]) // stride
+    rate = 10000.0 ** (-torch.arange(0, R, 2).double() / R)
+    place = torch.stack([(chunk[:, None] * rate).sin(), (chunk[:, None] * rate).cos()], -1).flatten(-2)
+    return torch.sigmoid((p.gate_chunk(place) * p.gate_latent(c)).sum(-1, keepdim=True))
+
+
+def normed(layer, x):
+    p = layer.project
+    return p.kv_a_norm(p.kv_a_proj(x)[..., :R])
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 16])
+def test_written_out(stride):
+    """The card's training path: Γ, the stride-aware mask, and MLA with merged latents."""
+    layer, x = make(spec(stride)), batch(TOKENS)
+    p, at = layer.project, torch.arange(TOKENS)
+    same = (at[:, None] // stride == at // stride) & (at[:, None] >= at)
+    merged = (gates(layer, x, stride).transpose(1, 2) * same) @ normed(layer, x)
+    up = heads_of(p.kv_b_proj(merged), HEADS)
+    k_rope = rope(p.kv_a_proj(x)[..., R:][:, None]).expand(-1, HEADS, -1, -1)
+    q = heads_of(p.q_proj(x), HEADS)
+    q, k = torch.cat([q[..., :NOPE], rope(q[..., NOPE:])], -1), torch.cat([up[..., :NOPE], k_rope], -1)
+    mask = (at[:, None] == at) | ((at[:, None] >= at) & ((at + 1) % stride == 0))
+    close(layer(x), join(weights(q, k, 10**-0.5, mask) @ up[..., NOPE:], p.o_proj), 1e-6)  # places are float32
+
+
+@pytest.mark.parametrize("q_rank", [0, 7])
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 16])
+def test_training_path_equals_decoding(stride, q_rank):
+    layer, x = make(spec(stride, f", q_rank={q_rank}")), batch(TOKENS)
+    for block in (1, 4, 7):
+        close(decoded(layer, x, block), layer(x))
+
+
+def as_mla(layer):
+    """The MLA of the same weights, with the layer norm that MTLA has."""
+    mla = twin(layer, f"mla({SIZES})", project__kv_a_norm__weight=layer.project.kv_a_norm.weight.detach())
+    mla.project.kv_a_norm = layer.project.kv_a_norm
+    return mla
+
+
+def test_stride_one_with_open_gates_is_mla():
+    layer, x = make(spec(1)), batch(TOKENS)
+    for gate in (layer.project.gate_chunk, layer.project.gate_latent):
+        gate.weight.data.zero_()
+        gate.bias.data.fill_(10.0)  # 3 · 100: a sigmoid of one
+    close(layer(x), as_mla(layer)(x))
+
+
+def test_stride_one_with_gates_scales_the_latents():
+    layer, x = make(spec(1)), batch(TOKENS)
+    mla = as_mla(layer)
+    latent = mla.project.latent
+    mla.project.latent = lambda flow: (latent(flow)[0] * gates(layer, flow.x, 1), latent(flow)[1])
+    close(mla(x), layer(x), 1e-6)
+
+
+def test_no_later_token_reaches_a_query():
+    layer = make(spec(3))
+    for t in range(TOKENS):
+        x = batch(TOKENS).requires_grad_()
+        (gradient,) = torch.autograd.grad(layer(x)[:, t].sum(), x)
+        assert (gradient[:, t + 1 :] == 0).all() and (gradient[:, t] != 0).any()
+
+
+@pytest.mark.parametrize("stride", [2, 3, 4])
+def test_cache_length(stride):
+    layer, cache = make(spec(stride)), Cache()
+    for n, token in enumerate(batch(TOKENS, size=1).split(1, 1), 1):
+        layer(token, cache=cache)
+        assert cache.bytes() == math.ceil(n / stride) * (R + ROPE) * 8
+
+
+def test_one_slot_leaves_queries_no_choice():
+    layer, x = make(spec(TOKENS)), batch(TOKENS)
+    merged = (gates(layer, x, TOKENS) * normed(layer, x)).cumsum(1)
+    v = heads_of(layer.project.kv_b_proj(merged), HEADS)[..., NOPE:]
+    close(layer(x), join(v, layer.project.o_proj), 1e-6)
+    other = twin(layer, spec(TOKENS), project__q_proj__weight=torch.randn_like(layer.project.q_proj.weight))
+    close(other(x), layer(x))
+
+
+def test_gates_lie_between_zero_and_one_and_closed_maps_give_half_sums():
+    layer, x = make(spec(4)), batch(8)
+    assert ((gates(layer, x, 4) > 0) & (gates(layer, x, 4) < 1)).all()
+    for gate in (layer.project.gate_chunk, layer.project.gate_latent):
+        gate.weight.data.zero_(), gate.bias.data.zero_()
+    cache, constant = Cache(), x[:, :1].expand(-1, 8, -1)
+    decoded(layer, constant, 1, cache)
+    slots = cache.site(0).slots["latent"]["rows"][:, 0, :, :R]
+    close(slots, (4 / 2) * normed(layer, x[:, :1]).expand(-1, 2, -1))
+
+
+def test_expanded_equals_absorbed():
+    layer, x = make(spec(3)), batch(TOKENS)
+    results = []
+    for below in (0, TOKENS):
+        layer.project.absorb_below = below
+        results.append(layer(x))
+    close(*results)
+
+
+def test_padding_shifts_no_chunk():
+    """Chunks follow each sequence's own positions, one step counter for the batch would not do."""
+    layer, x = make(spec(3)), batch(TOKENS)
+    valid = torch.arange(TOKENS)[None] >= torch.tensor([[0], [2]])
+    close(layer(x, mask=valid)[1, 2:], layer(x[1:, 2:])[0])
+
+
+def test_a_cache_of_slots_does_not_go_back():
+    layer, cache = make(spec(3)), Cache()
+    decoded(layer, batch(4), 1, cache)
+    with pytest.raises(ValueError, match="merges tokens into slots in place"):
+        cache.rollback(1)
+
+
+def test_the_authors_sizes():
+    layer = Attention("mtla", 512, 8)
+    cost = layer.spec.cost(512, 8)
+    assert cost.cache_floats == 144  # (256 + 32) / 2
+    mla = layer.spec.parse("mla").cost(512, 8).parameters
+    assert cost.parameters == mla + 256 + 2 * (256 * 64 + 64)  # the layer norm's bias and the gate
+    differ(make("mtla(stride=2)", 32)(batch(dim=32)), make("mtla(stride=3)", 32)(batch(dim=32)))
+
+
+@pytest.mark.parametrize("offset", [1, 3, 300])
+def test_positions_may_start_anywhere(offset):
+    """Slots follow positions, wherever a sequence's positions begin."""
+    torch.manual_seed(0)
+    layer = Attention("mtla(stride=3, rank=8, rope_dim=4)", 24, 4).double()
+    x, positions = torch.randn(2, 11, 24, dtype=torch.float64), torch.arange(offset, offset + 11)[None]
+    full, cache = layer(x, positions=positions), Cache()
+    parts = [layer(x[:, a : a + n], positions=positions[:, a : a + n], cache=cache) for a, n in ((0, 4), (4, 1), (5, 6))]
+    torch.testing.assert_close(torch.cat(parts, 1), full)
