@@ -1,13 +1,53 @@
 """Everything made of many heads: attention heads and how they are computed, mixed, shared, chosen and converted."""
 
-from manyheads.attention import Attention
-from manyheads.core.cache import Cache
-from manyheads.core.cost import Cost
-from manyheads.core.flow import Links
-from manyheads.core.mask import Axis, Mask
-from manyheads.core.part import OptionError, Site
-from manyheads.core.spec import Spec, SpecError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manyheads.attention import Attention
+    from manyheads.bench.job import shrink_model as shrink
+    from manyheads.convert.adopt import adopt
+    from manyheads.core.cache import Cache
+    from manyheads.core.cost import Cost
+    from manyheads.core.flow import Links
+    from manyheads.core.mask import Axis, Mask
+    from manyheads.core.part import OptionError, Site
+    from manyheads.core.spec import Spec, SpecError
 
 __version__ = "0.1.0"
 
-__all__ = ["Attention", "Axis", "Cache", "Cost", "Links", "Mask", "OptionError", "Site", "Spec", "SpecError"]
+__all__ = [
+    "Attention",
+    "Axis",
+    "Cache",
+    "Cost",
+    "Links",
+    "Mask",
+    "OptionError",
+    "Site",
+    "Spec",
+    "SpecError",
+    "adopt",
+    "shrink",
+]
+
+_HOMES = {
+    "Attention": "attention", "Axis": "core.mask", "Cache": "core.cache", "Cost": "core.cost", "Links": "core.flow",
+    "Mask": "core.mask", "OptionError": "core.part", "Site": "core.part", "Spec": "core.spec", "SpecError": "core.spec",
+    "adopt": "convert.adopt", "shrink": "bench.job:shrink_model",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch takes seconds, and `manyheads --help` needs none of it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home, _, own = _HOMES[name].partition(":")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), own or name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -58,14 +58,14 @@ def write_report(result: Mapping[str, Any], path: Path) -> Path:
         raise ImportError("the report draws with plotly: pip install 'manyheads[report]'") from error
 
     def drawn(figure: dict[str, Any]) -> str:
-        return to_json(figure, engine="json").replace("<", r"\u003c")
+        return str(to_json(figure, engine="json")).replace("<", r"\u003c")
 
     run = _checked(result, _RESULT, "result")
     rows: list[Row] = [run["source"], *run["candidates"]]
     columns = _columns(rows, run["text"]["second"] is not None)
     headline = _headline(run["source"], run["candidates"])
     finding = _finding(run["source"], headline)
-    page = Template(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")).substitute(
+    page = Template(resources.files("manyheads.bench").joinpath("report.html").read_text(encoding="utf-8")).substitute(
         title=_el("title", f"{run['model']}: {finding}"),
         model=_el("p", run["model"], " · ", run["date"], class_="kicker"),
         finding=_el("h1", finding),

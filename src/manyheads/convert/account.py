@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from manyheads.convert.moves.gqa import ToGQA
 from manyheads.convert.moves.mla import ToMLA, choose
 from manyheads.convert.plan import Goal
-from manyheads.convert.shrink import Progress, survey, surveyed, turning_damage
+from manyheads.convert.shrink import Calibration, Progress, survey, surveyed, turning_damage
 from manyheads.convert.stats import AttentionStats
 from manyheads.convert.stream import BATCH, Layers, attention_of, put_attention, run
 from manyheads.core.part import OptionError
@@ -55,7 +55,8 @@ def account(
         `source`, then `rope` (rotation left only where the goal keeps it, at full rank) and `rank` for `mla`, or
         `merge` for `gqa`, then `healed`.
     """
-    survey(layers, tokens, work / "survey", progress)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    survey(layers, Calibration(tokens, positions), work / "survey", progress)
     count = len(layers.config.specs)
     moves = stages(goal, turning_damage(work / "survey", count))
     hidden = {name: layers.embed(tokens) for name in ("source", *moves)}
@@ -76,25 +77,23 @@ def account(
 
 def _shell(layers: Layers) -> PreTrainedModel:
     """The family's model without layers: what turns the last hidden states into logits."""
-    base = copy.deepcopy(layers.config.base)
+    base: Any = copy.deepcopy(layers.config.base)
     base.num_hidden_layers = 0
     if getattr(base, "layer_types", None) is not None:
         base.layer_types = []
-    with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(base)
-    state = dict(layers.rest())
-    shell.load_state_dict(state, strict=False, assign=True)
+    shell = AutoModelForCausalLM.from_config(base)
+    shell.load_state_dict(dict(layers.rest()), strict=False, assign=True)
     shell.tie_weights()
     return shell.eval()
 
 
 @torch.no_grad()
 def _loss(model: nn.Module, tokens: Tensor, hidden: Tensor | None = None) -> float:
-    inputs: Sequence[tuple[str, Tensor]] = [("input_ids", t) for t in tokens.split(BATCH)]
+    inputs: Sequence[tuple[str, Tensor]] = [("input_ids", t) for t in tokens.split(8)]
     if hidden is not None:
         inputs = [("inputs_embeds", h) for h in hidden.split(BATCH)]
     total = 0.0
-    for (name, part), labels in zip(inputs, tokens.split(BATCH), strict=True):
+    for (name, part), labels in zip(inputs, tokens.split(8), strict=True):
         logits: Any = model(**{name: part}, use_cache=False).logits
         total += F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum").item()
     return total / tokens[:, 1:].numel()

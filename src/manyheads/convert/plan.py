@@ -22,9 +22,9 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What budgets are judged by: a source layer's key heads and widths, and the width of its input.
+    """What budgets are judged by: a source layer's key heads and widths.
 
-    A latent as wide as the input holds all of it; dim=None sets no such bound.
+    dim: width of its input, one more with biases; a latent as wide holds all of it. None sets no such bound.
     """
 
     kv_heads: int
@@ -81,7 +81,9 @@ def read_budget(text: str, shape: Shape) -> int:
     """`50%` of the source's cache, or a number of floats a token and layer, as floats."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
     if match is None:
-        raise BudgetError(f"a budget reads 50% (of the source's cache) or 192 (numbers a token and layer), not {text!r}")
+        raise BudgetError(
+            f"a budget reads 50% (of the source's cache) or 192 (numbers a token and layer), not {text!r}"
+        )
     number = float(match[1])
     return int(shape.floats * number / 100) if match[2] else int(number)
 

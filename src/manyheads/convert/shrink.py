@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,10 +33,10 @@ from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
 
 Progress = Callable[[str, int, int], object]
-SURVEYED = 13
-"""Calibration windows that the survey looks at (each costs a full attention map a layer)."""
-FELT = 20
-"""Calibration windows whose gradients say how the loss feels each layer's output."""
+SURVEYED = 4096
+"""Calibration tokens that the survey looks at (each window costs a full attention map a head and layer)."""
+FELT = 6144
+"""Calibration tokens whose gradients say how the loss feels each layer's output."""
 
 
 class ResumeError(ValueError):
@@ -52,6 +52,34 @@ class Damage:
     healed: float
 
 
+class Calibration(NamedTuple):
+    """Calibration windows: tokens and positions `[N, T]`, and whether matrix products may be in half precision."""
+
+    tokens: Tensor
+    positions: Tensor
+    bfloat16: bool = False
+
+    def some(self, tokens: int) -> Tensor:
+        """Indices of windows with about so many tokens in all, evenly spread."""
+        count = min(max(1, tokens // self.tokens.shape[1]), len(self.tokens))
+        return torch.linspace(0, len(self.tokens) - 1, count).round().long()
+
+
+def stretched(count: int, length: int, limit: int, seed: int = 0) -> Tensor:
+    """Positions `[count, length]`; half of the windows get two jumps, log-uniform in size, and end below `limit`."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(length).repeat(count, 1)
+    if limit <= length + 2:
+        return positions
+    for row, chosen in zip(positions, torch.rand(count, generator=generator) < 0.5, strict=True):
+        if not chosen:
+            continue
+        for cut in torch.randint(length // 16, length, (2,), generator=generator).tolist():
+            share = torch.rand((), generator=generator).item()
+            row[cut:] += int(((limit - length) / 2) ** share)
+    return positions
+
+
 def shape_of(source: Layers | ManyheadsConfig) -> Shape:
     """The shape that budgets are judged by, from the config alone; layers that cannot be converted are refused here."""
     config = source if isinstance(source, ManyheadsConfig) else source.config
@@ -60,11 +88,13 @@ def shape_of(source: Layers | ManyheadsConfig) -> Shape:
     shapes, specs = [], []
     for index, (line, heads) in enumerate(zip(config.specs, config.heads, strict=True)):
         spec, site = Spec.parse(line), Site(index, len(config.specs))
-        if "gqa" not in [part.name for part in spec.parts]:
+        project = spec.by_stage["project"]
+        if [part.name for part in project] != ["gqa"]:
             raise OptionError(f"layer {index} is {spec}; conversions start from gqa")
         _, _, layout = spec.resolve(site).layouts(config.hidden_size, heads, site)[0]
         specs.append(spec)
-        shapes.append(Shape(layout.kv, layout.qk_width, layout.v_width, config.hidden_size))
+        width = config.hidden_size + ("qkv" in project[0].bias)  # type: ignore[attr-defined]
+        shapes.append(Shape(layout.kv, layout.qk_width, layout.v_width, width))
     return check_uniform(specs, shapes)
 
 
@@ -75,6 +105,8 @@ def shrink(
     work: Path,
     *,
     heal: LayerwiseHeal | None = None,
+    stretch: int = 4096,
+    bfloat16: bool | None = None,
     options: dict[str, Any] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> list[list[Damage]]:
@@ -85,18 +117,26 @@ def shrink(
         tokens: calibration windows `[N, T]`.
         work: folder of the job; what it holds from an interrupted run with the same options is used.
         heal: layer-wise healing, or None for the bare fit.
+        stretch: half of the windows get jumps in their positions, up to this one (or as far as the source goes), so
+            that short windows also teach what far keys look like; 0 for none.
+        bfloat16: matrix products in half precision; by default where the processor is fast at them.
         options: anything else that the result depends on; recorded to check a resume.
 
     Returns:
         For each goal, the damage of each layer.
     """
     heal = LayerwiseHeal(steps=0) if heal is None else heal
+    if bfloat16 is None:
+        bfloat16 = torch.cpu._is_avx512_bf16_supported()
+    heal = replace(heal, bfloat16=bfloat16)
+    limit = min(stretch, getattr(layers.config.base, "max_position_embeddings", stretch))
+    text = Calibration(tokens, stretched(*tokens.shape, limit, heal.seed), bfloat16)
     refuse(layers.config, goals)
     source = {"source": _digest(layers.embed(tokens)), "tokens": _digest(tokens)}
-    _check_resume(work, {**source, "heal": asdict(heal), **(options or {})})
-    survey(layers, tokens, work / "survey", progress)
+    _check_resume(work, {**source, "heal": asdict(heal), "stretch": limit, **(options or {})})
+    survey(layers, text, work / "survey", progress)
     slots = turning_damage(work / "survey", len(layers.config.specs))
-    return [convert(layers, tokens, goal, work, heal, slots, progress) for goal in goals]
+    return [convert(layers, text, goal, work, heal, slots, progress) for goal in goals]
 
 
 def refuse(config: ManyheadsConfig, goals: Sequence[Goal]) -> None:
@@ -118,21 +158,21 @@ def _moves(goal: Goal, turning: tuple[tuple[int, int], ...]) -> list[ToMLA | ToG
     return moves
 
 
-def survey(layers: Layers, tokens: Tensor, folder: Path, progress: Progress) -> None:
+def survey(layers: Layers, text: Calibration, folder: Path, progress: Progress) -> None:
     """Measure every layer on the source's hidden states; one file a layer, kept for the conversions."""
     count = len(layers.config.specs)
     if all((folder / f"{index}.safetensors").exists() for index in range(count)):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = _felt(layers, tokens, progress)
-    hidden = layers.embed(tokens)
-    every = max(1, len(tokens) // SURVEYED)
+    metrics = _felt(layers, text)
+    hidden = layers.embed(text.tokens)
+    some = text.some(SURVEYED)
     for index in range(count):
         with layers.open(index) as layer:
-            seen = run(layer, layers.config, hidden)
+            seen = run(layer, layers.config, hidden, text.positions, bfloat16=text.bfloat16)
             attention = attention_of(layer, layers.config)
             root = torch.eye(hidden.shape[-1]) if metrics is None else power(metrics[index], 0.5).float()
-            stats = measure(attention, seen.x[::every], root)
+            stats = measure(attention, seen.x[some], root, text.positions[some])
             tensors = dict(stats._asdict())
             if metrics is not None:
                 tensors["felt"] = metrics[index]
@@ -143,14 +183,18 @@ def survey(layers: Layers, tokens: Tensor, folder: Path, progress: Progress) -> 
         progress("calibrate", index + 1, count)
 
 
-def _felt(layers: Layers, tokens: Tensor, progress: Progress) -> list[Tensor] | None:
+def _felt(layers: Layers, text: Calibration) -> list[Tensor] | None:
     """The loss's metric at each layer's output; needs the whole model, so a model read layer by layer goes without."""
     if not isinstance(layers, InMemory):
         return None
+    assert layers.config.base is not None
     after = family_of(layers.config.base).after_attention
     places = [layers.model.model.get_submodule(after.format(i)) for i in range(len(layers.config.specs))]
-    every = max(1, len(tokens) // FELT)
-    return sensitivity(layers.model, tokens[::every][:FELT], places)
+    some = text.some(FELT)
+    batch = max(1, 1024 // text.tokens.shape[1])
+    return sensitivity(
+        layers.model, text.tokens[some], places, text.positions[some], batch=batch, bfloat16=text.bfloat16
+    )
 
 
 def surveyed(folder: Path, index: int) -> tuple[AttentionStats, Tensor | None]:
@@ -168,7 +212,7 @@ def turning_damage(folder: Path, count: int) -> Tensor:
 
 def convert(
     layers: Layers,
-    tokens: Tensor,
+    text: Calibration,
     goal: Goal,
     work: Path,
     heal: LayerwiseHeal,
@@ -183,18 +227,19 @@ def convert(
     done = _Done.read(folder)
     if done.finished:
         return done.damage
-    source, ours = done.streams or ((hidden := layers.embed(tokens)), hidden.clone())
+    source, ours = done.streams or ((hidden := layers.embed(text.tokens)), hidden.clone())
     for index in range(done.layers, count):
         with layers.open(index) as layer:
-            seen = run(layer, config, source)
+            seen = run(layer, config, source, text.positions, bfloat16=text.bfloat16)
             stream = seen.before + seen.y
-            given = run(layer, config, ours).x
+            given = run(layer, config, ours, text.positions, bfloat16=text.bfloat16).x
             stats, felt = surveyed(work / "survey", index)
-            problem = (given, stream - ours, stream, felt)
+            problem = (given, stream - ours, stream, felt, text.positions)
             fitted, before = _best(moves, attention_of(layer, config), stats, heal, problem)
             after = heal(fitted, *problem)
             put_attention(layer, config, fitted)
-            ours, source = run(layer, config, ours, record=False).after, seen.after
+            ours = run(layer, config, ours, text.positions, record=False, bfloat16=text.bfloat16).after
+            source = seen.after
             _write_layer(layer, config, index, folder)
         done.add(Damage(str(fitted.spec), before, after), source, ours)
         progress(goal.name, index + 1, count)
@@ -284,7 +329,7 @@ def _header(file: Path) -> dict[str, tuple[int, int]]:
 def _check_resume(work: Path, options: dict[str, Any]) -> None:
     """A job's options are written down when it starts; going on with others would mix two jobs."""
     file = work / "job.json"
-    options = json.loads(json.dumps(options, default=str))
+    options = _flat(json.loads(json.dumps(options, default=str)))
     if not file.exists():
         work.mkdir(parents=True, exist_ok=True)
         _write_text(json.dumps(options, indent=1), file)
@@ -294,6 +339,14 @@ def _check_resume(work: Path, options: dict[str, Any]) -> None:
     if differ:
         told = ", ".join(f"{name} was {before.get(name)!r}, is {options.get(name)!r}" for name in differ)
         raise ResumeError(f"{work} holds a job with other options ({told}); repeat them, or choose another folder")
+
+
+def _flat(options: dict[str, Any]) -> dict[str, Any]:
+    """One level, so that a difference is named by what differs: `heal.steps`."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _digest(tokens: Tensor) -> str:

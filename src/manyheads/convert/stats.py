@@ -67,9 +67,9 @@ class AttentionStats(NamedTuple):
     """Sensitivities of one layer's attention over calibration windows of T tokens. Inputs end in a constant channel.
 
     keys: `[D + 1, D + 1]` float64, second moment of the inputs, each token weighted by how much its key matters.
-    rows: the same with the mean of its key's and its value's weight. distance: `[H, T]`, how the weight of score errors
-    spreads over distances; each row sums to one. query: `[H, d, d]`, second moment of queries, weighted by what a score
-    error at them costs. value: `[H]`, mean squared attention weight. metric: R, `[D, D]`.
+    rows: the same with the mean of its key's and its value's weight. distance: `[H, L]`, how the weight of score errors
+    spreads over distances 0 … L - 1; each row sums to one. query: `[H, d, d]`, second moment of queries, weighted by
+    what a score error at them costs. value: `[H]`, mean squared attention weight. metric: R, `[D, D]`.
     """
 
     keys: Tensor
@@ -81,8 +81,8 @@ class AttentionStats(NamedTuple):
 
 
 @torch.no_grad()
-def measure(attention: Attention, x: Tensor, metric: Tensor) -> AttentionStats:
-    """Statistics of a `gqa` layer without transforms on its inputs x `[N, T, D]`.
+def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor | None = None) -> AttentionStats:
+    """Statistics of a `gqa` layer without transforms on its inputs x `[N, T, D]` at positions `[N, T]` (None: 0, 1, …).
 
     A score error δ at (i, j) moves the output by a_ij (v_j - o_i) δ, so its weight is a_ij² |R W_O (v_j - o_i)|²; a
     value error at j moves it by a_ij.
@@ -93,13 +93,15 @@ def measure(attention: Attention, x: Tensor, metric: Tensor) -> AttentionStats:
     o_proj = project.o_proj.weight.double().view(layout.dim, layout.q, layout.v_width)
     gram = torch.einsum("fe,ehd->hfd", metric.double(), o_proj)
     gram = (gram.transpose(1, 2) @ gram).to(x.dtype)  # [H, v, v]: |R W_O u|² = uᵀ gram u
-    axis = Axis(t, 0, device=x.device)
-    hidden = ~attention._mask(attention._flow(x[:1], axis, None, None, None, None), axis, None).tile()[0]
-    lag = (torch.arange(t)[:, None] - torch.arange(t)).clamp_min(0).flatten()
-    distance, value = x.new_zeros(layout.q, t), x.new_zeros(layout.q)
+    positions = torch.arange(t).expand(n, -1) if positions is None else positions
+    whole = Axis(t, 0, device=x.device)
+    hidden = ~attention._mask(attention._flow(x[:1], whole, None, None, None, None), whole, None).tile()[0, 0]
+    distance, value = x.new_zeros(layout.q, int(positions.max()) + 1), x.new_zeros(layout.q)
     query = x.new_zeros(layout.q, layout.qk_width, layout.qk_width)
     key_tokens, value_tokens = x.new_zeros(n, t), x.new_zeros(n, t)
     for row, window in enumerate(x):
+        axis = Axis(t, 0, positions[row : row + 1], device=x.device)
+        lag = (positions[row][:, None] - positions[row]).clamp_min(0).flatten()
         q, k, v = (
             project_rows.unflatten(-1, (heads, -1)).transpose(0, 1)
             for project_rows, heads in (
@@ -109,19 +111,22 @@ def measure(attention: Attention, x: Tensor, metric: Tensor) -> AttentionStats:
             )
         )
         turned_q, turned_k = attention._turn(q[None], "q", axis)[0], attention._turn(k[None], "k", axis)[0]
-        v = v.repeat_interleave(each, 0)
-        scores = turned_q @ turned_k.repeat_interleave(each, 0).transpose(1, 2) * scale
-        a = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        o = a @ v
-        v_size, o_size = ((v @ gram) * v).sum(-1), ((o @ gram) * o).sum(-1)
-        size = v_size[:, None] - 2 * (o @ gram) @ v.transpose(1, 2) + o_size[..., None]
-        weight = a**2 * size.clamp_min(0)
-        far = weight.clone()
-        far[:, :, 0] = 0  # the first token is a sink: its distance says nothing
-        distance.index_add_(1, lag, far.flatten(1))
-        query += torch.einsum("hid,hie,hi->hde", q, q, weight.sum(-1)) / (n * t)
-        value += (a**2).sum((1, 2)) / (n * t)
-        key_tokens[row], value_tokens[row] = weight.sum(1).mean(0), (a**2).sum(1).mean(0)
+        for head in range(layout.q):  # one map at a time is in memory
+            group = head // each
+            scores = (turned_q[head] * scale) @ turned_k[group].T
+            a = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+            o = a @ v[group]
+            v_size, o_size = ((u @ gram[head] * u).sum(-1) for u in (v[group], o))
+            size = (o_size[:, None] + v_size).addmm_(o @ gram[head], v[group].T, alpha=-2)
+            a.square_()
+            value[head] += a.sum() / (n * t)
+            value_tokens[row] += a.sum(0) / layout.q
+            weight = a.mul_(size.clamp_min_(0))
+            felt = weight.sum(-1)
+            query[head] += (q[head] * felt[:, None]).T @ q[head] / (n * t)
+            key_tokens[row] += weight.sum(0) / layout.q
+            weight[:, 0] = 0  # the first token is a sink: its distance says nothing
+            distance[head].index_add_(0, lag, weight.flatten())
     key_tokens, value_tokens = key_tokens / key_tokens.mean(), value_tokens / value_tokens.mean()
     inputs = torch.cat([x, x.new_ones(n, t, 1)], -1).flatten(0, 1).double()
     return AttentionStats(
@@ -139,13 +144,22 @@ def _moment(x: Tensor, weights: Tensor) -> Tensor:
     return (x * weights.flatten().clamp_max(20).double()[:, None]).T @ x / len(x)
 
 
-def sensitivity(model: PreTrainedModel, windows: Tensor, places: list[torch.nn.Module], batch: int = 4) -> list[Tensor]:
+def sensitivity(
+    model: PreTrainedModel,
+    windows: Tensor,
+    places: list[torch.nn.Module],
+    positions: Tensor | None = None,
+    *,
+    batch: int = 4,
+    bfloat16: bool = False,
+) -> list[Tensor]:
     """What the loss feels at each attention output: E[g gᵀ] `[D, D]`, g the gradient times the stream's size there.
 
     The labels are drawn from the model itself, which makes this the Fisher information of its predictions. `places` are
     modules whose input is the residual stream after attention; `windows` `[N, T]`. Each window's first token, a sink
     whose stream is far larger than any other, is left out.
     """
+    positions = torch.arange(windows.shape[1]).expand(len(windows), -1) if positions is None else positions
     moments = [torch.zeros(0)] * len(places)
     streams: list[Tensor] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -158,13 +172,19 @@ def sensitivity(model: PreTrainedModel, windows: Tensor, places: list[torch.nn.M
     ]
     generator = torch.Generator().manual_seed(0)
     try:
-        for tokens in windows.split(batch):
+        for tokens, where in zip(windows.split(batch), positions.split(batch), strict=True):
             streams.clear()
-            logits = model(inputs_embeds=table(tokens).requires_grad_(), use_cache=False).logits.flatten(0, 1)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                # The mask says that each window is one document, wherever its positions jump.
+                out = model(
+                    inputs_embeds=table(tokens).requires_grad_(), attention_mask=torch.ones_like(tokens),
+                    position_ids=where, use_cache=False,
+                )  # fmt: skip
+            logits = out.logits.flatten(0, 1).float()
             with torch.no_grad():
                 labels = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
             torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-            del logits
+            del out, logits
             for index, stream in enumerate(streams):
                 assert stream.grad is not None
                 size = stream.detach().pow(2).mean(-1, keepdim=True).sqrt()

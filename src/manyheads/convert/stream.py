@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from safetensors import safe_open
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from manyheads.convert.adopt import adopt, adopt_attention, adopted_config
-from manyheads.convert.source import read_config, weight_files
+from manyheads.convert.source import SourceError, read_config, weight_files
 from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
 
-BATCH = 8
-"""Windows that go through a layer together."""
+BATCH = 2048
+"""Tokens (in whole windows) that go through a layer together."""
 
 
 class Layers(Protocol):
@@ -51,7 +50,7 @@ class InMemory:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = adopt(model).eval()
-        self.config = self.model.config
+        self.config = cast(ManyheadsConfig, self.model.config)
         self.dtype = torch.promote_types(self.model.dtype, torch.float32)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -77,12 +76,16 @@ class OnDisk:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         read_config(folder)
-        self.where = {name: file for file, names in weight_files(folder).items() for name in names}
         self.dtype = dtype
         base = AutoConfig.from_pretrained(folder)
         self.config = adopted_config(base)
         with torch.device("meta"):
             self.skeleton = AutoModelForCausalLM.from_config(base, attn_implementation="sdpa")
+        where = {name: file for file, names in weight_files(folder).items() for name in names}
+        wanted = self.skeleton.state_dict().keys() - set(self.skeleton.all_tied_weights_keys)
+        if missing := sorted(wanted - where.keys()):
+            raise SourceError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
+        self.where = {name: where[name] for name in sorted(wanted)}
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedding = self.skeleton.get_input_embeddings()
@@ -93,17 +96,17 @@ class OnDisk:
     @contextmanager
     def open(self, index: int) -> Iterator[nn.Module]:
         prefix = f"{layer_name(self.config, index)}."
-        layer = copy.deepcopy(self.skeleton.get_submodule(prefix[:-1])).to_empty(device="cpu").eval()
+        layer = copy.deepcopy(self.skeleton.get_submodule(prefix[:-1])).eval()
         tensors = self._read([name for name in self.where if name.startswith(prefix)])
-        layer.load_state_dict({name.removeprefix(prefix): tensor.to(self.dtype) for name, tensor in tensors.items()})
-        layer.to(self.dtype)
+        state = {name.removeprefix(prefix): tensor.to(self.dtype) for name, tensor in tensors.items()}
+        layer.load_state_dict(state, assign=True)
         put_attention(layer, self.config, adopt_attention(attention_of(layer, self.config), self.config, index))
+        del tensors, state
         yield layer
-        del layer, tensors
-        gc.collect()
+        layer.to("meta")  # whoever still holds the layer no longer holds its weights
 
     def rest(self) -> Iterator[tuple[str, Tensor]]:
-        for name in sorted(self.where):
+        for name in self.where:
             if not name.startswith(layers_prefix(self.config)):
                 yield name, self._read([name])[name].to(self.dtype)
 
@@ -147,19 +150,32 @@ class Pass:
 
 
 @torch.no_grad()
-def run(layer: nn.Module, config: ManyheadsConfig, hidden: Tensor, *, record: bool = True) -> Pass:
-    """Send hidden states `[N, T, D]` through a decoder layer, causally, positions from zero."""
+def run(
+    layer: nn.Module,
+    config: ManyheadsConfig,
+    hidden: Tensor,
+    positions: Tensor | None = None,
+    *,
+    record: bool = True,
+    bfloat16: bool = False,
+) -> Pass:
+    """Send hidden states `[N, T, D]` through a decoder layer, causally, at positions `[N, T]` (None: 0, 1, …).
+
+    bfloat16: matrix products in half precision, several times faster where the processor has them.
+    """
     seen: list[tuple[Tensor, Tensor]] = []
 
     def keep(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], out: tuple[Tensor, None]) -> None:
         seen.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], out[0]))
 
     handle = attention_of(layer, config).register_forward_hook(keep, with_kwargs=True) if record else None
-    positions = torch.arange(hidden.shape[1])[None]
+    positions = torch.arange(hidden.shape[1]).expand(len(hidden), -1) if positions is None else positions
+    rows = max(1, BATCH // hidden.shape[1])
     try:
         outs = []
-        for batch in hidden.split(BATCH):
-            out = layer(batch, position_ids=positions)
+        for batch, where in zip(hidden.split(rows), positions.split(rows), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                out = layer(batch, position_ids=where)
             outs.append(out if isinstance(out, Tensor) else out[0])
     finally:
         if handle is not None:
@@ -167,4 +183,5 @@ def run(layer: nn.Module, config: ManyheadsConfig, hidden: Tensor, *, record: bo
     after = torch.cat(outs)
     if not record:
         return Pass(hidden, hidden, hidden, after)
-    return Pass(hidden, torch.cat([x for x, _ in seen]), torch.cat([y for _, y in seen]), after)
+    x, y = (torch.cat(parts).to(hidden.dtype) for parts in zip(*seen, strict=True))
+    return Pass(hidden, x, y, after)

@@ -89,8 +89,12 @@ def split(text: str, share: float = 0.8) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, count: int, length: int) -> Int64[Tensor, "count length"]:
+def windows(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, count: int, length: int, spread: bool = False
+) -> Int64[Tensor, "count length"]:
     """The first `count` windows of `length` tokens, back to back, without special tokens.
+
+    spread: of all windows of the text take `count` that lie evenly over it.
 
     Raises:
         ValueError: the text has too few tokens; the message says how many, and what would fit.
@@ -99,8 +103,8 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, count: int, length
         raise ValueError(f"windows need count >= 1 and length >= 2, not {count} and {length}")
     needed = count * length
     options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}  # longer than the model's context is fine
-    tokens = tokenizer(text[: _PLENTY * needed], **options).input_ids
-    if len(tokens) < 2 * needed and len(text) > _PLENTY * needed:  # the cut might show in the last tokens
+    tokens = tokenizer(text if spread else text[: _PLENTY * needed], **options).input_ids
+    if not spread and len(tokens) < 2 * needed and len(text) > _PLENTY * needed:  # the cut might show in the last tokens
         tokens = tokenizer(text, **options).input_ids
     if len(tokens) < needed:
         fits = [f"{len(tokens) // length} windows of {length}"] if len(tokens) >= length else []
@@ -109,7 +113,8 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, count: int, length
             f"the text has {len(tokens)} tokens, and {count} windows of {length} need {needed}; "
             + (f"{' or '.join(fits)} would fit" if fits else "a longer text is needed")
         )
-    return torch.tensor(tokens[:needed]).view(count, length)
+    cut = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
+    return cut[torch.linspace(0, len(cut) - 1, count).round().long()] if spread else cut[:count]
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,8 @@ class Texts:
     """Token windows that never overlap.
 
     Attributes:
-        calibration: `[64, 256]` by default.
-        evaluation: `[5, 2048]` by default.
+        calibration: `[64, 256]` by default, evenly over its side of the text.
+        evaluation: `[5, 2048]` by default, the first of its side.
     """
 
     calibration: Int64[Tensor, "windows length"]
@@ -150,7 +155,7 @@ class Texts:
         cut = {}
         for side, part, (count, length) in sides:
             try:
-                cut[side] = windows(tokenizer, part, count=count, length=length)
+                cut[side] = windows(tokenizer, part, count=count, length=length, spread=side == "calibration")
             except ValueError as error:
                 raise ValueError(f"{side}: {error}") from error
         return cls(**cut)

@@ -72,8 +72,12 @@ def options(part: type) -> dict[str, dict[str, Any]]:
     hints = typing.get_type_hints(part)
     return {
         field.name: {
-            "type": getattr(hints[field.name], "__name__", str(hints[field.name])).replace("typing.", ""),
+            "type": _type(hints[field.name]),
             "default": None if field.default is dataclasses.MISSING else field.default,
         }
         for field in dataclasses.fields(part)
     }
+
+
+def _type(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.attention import Attention
+from manyheads.attention.latent import LatentProject
 from manyheads.attention.position.rope import Rope
 from manyheads.attention.project.gqa import GQAProject
-from manyheads.attention.latent import LatentProject
 
 
 class Widths(NamedTuple):

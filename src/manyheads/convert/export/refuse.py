@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 
 from manyheads.attention import Attention
-from manyheads.attention.position.rope import Rope
 from manyheads.attention.latent import LatentProject
+from manyheads.attention.position.rope import Rope
 from manyheads.convert.export.latent import Widths, rope_of
 from manyheads.convert.export.report import ExportError
 from manyheads.core.part import Part

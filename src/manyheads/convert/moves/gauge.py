@@ -49,7 +49,8 @@ def gauge(attention: SeamAttention, stats: AttentionStats, heads: slice = slice(
     angle = torch.arange(stats.distance.shape[1], dtype=torch.float64)[:, None] * pairs.theta
     turn = torch.polar(torch.ones_like(angle), -angle)
     mean = (stats.distance.to(turn.dtype) @ turn).view(layout.kv, each, -1)[heads]
-    lost = (felt * (1 - mean.abs() ** 2)).sum(1) / group * pairs.gain**2
+    turns = torch.where(pairs.index < 0, 0.0, pairs.gain**2)
+    lost = (felt * (1 - mean.abs() ** 2)).sum(1) / group * turns
     damage = torch.einsum("pgs,gp,ps->ps", vectors.abs() ** 2, lost, values)
     return Gauge(
         vectors / root[:, :, None],

@@ -78,10 +78,11 @@ class ToGQA:
         merged = ("project.k_proj", "project.v_proj")
         kept = {name: t for name, t in attention.state_dict().items() if not name.startswith(merged)}
         new.load_state_dict(kept, strict=False)
-        for linear, rows in ((new.project.q_proj, q), (new.project.k_proj, k), (new.project.v_proj, v)):
+        made = cast(GQAProject, new.project)
+        for linear, rows in ((made.q_proj, q), (made.k_proj, k), (made.v_proj, v)):
             set_rows(linear, rows.flatten(0, 1))
         with torch.no_grad():
-            new.project.o_proj.weight.copy_(o.flatten(1))
+            made.o_proj.weight.copy_(o.flatten(1))
         return new
 
     def _merge_keys(

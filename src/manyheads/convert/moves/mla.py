@@ -25,6 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from manyheads.attention.latent import LatentProject
 from manyheads.attention.position.rope import Rope
 from manyheads.attention.project.gqa import GQAProject
 from manyheads.attention.project.mla import MLA
@@ -49,8 +50,9 @@ def choose(damage: Tensor, count: int) -> tuple[tuple[int, int], ...]:
 class ToMLA:
     """The move: `gqa` with RoPE to `mla(rank, rope_dim = 2·len(turning), norm=false)`.
 
-    rank: width of the latent; one above the exact one, 2·G·d - rope_dim or D, is clipped. turning: components of the shared
-    rotary key, from `choose`. Biases are carried over; parts other than projection and RoPE stay as they are.
+    rank: width of the latent; one above the exact one (2·G·d - rope_dim, or the width of x) is clipped. turning:
+    components of the shared rotary key, from `choose`. Biases are carried over; parts other than projection and RoPE
+    stay as they are.
     """
 
     rank: int
@@ -69,8 +71,9 @@ class ToMLA:
     def clipped(self, attention: SeamAttention) -> int:
         """The rank, or the one at which nothing is lost any more."""
         layout = attention.layout
+        biased = "qkv" in attention.spec.by_stage["project"][0].bias  # type: ignore[attr-defined]
         exact = layout.kv * (layout.qk_width + layout.v_width) - 2 * len(self.turning)
-        return min(self.rank, exact, layout.dim)
+        return min(self.rank, exact, layout.dim + biased)
 
     def target(self, attention: SeamAttention) -> Spec:
         """The spec of the converted layer."""
@@ -119,10 +122,11 @@ class ToMLA:
         rope_k, rope_q = rope_k / size, rope_q * size
         new = like(attention, self.target(attention))
         q = torch.cat([wq, rope_q.real, rope_q.imag], 1).flatten(0, 1)
-        set_rows(new.project.q_proj, q)
-        set_rows(new.project.kv_a_proj, torch.cat([down, rope_k.real, rope_k.imag]))
-        set_rows(new.project.kv_b_proj, up)
-        new.project.o_proj.load_state_dict(project.o_proj.state_dict())
+        made = cast(LatentProject, new.project)
+        set_rows(made.q_proj, q)
+        set_rows(made.kv_a_proj, torch.cat([down, rope_k.real, rope_k.imag]))
+        set_rows(made.kv_b_proj, up)
+        made.o_proj.load_state_dict(project.o_proj.state_dict())
         for stage in ("selects", "attends", "gates"):
             getattr(new, stage).load_state_dict(getattr(attention, stage).state_dict())
         return new

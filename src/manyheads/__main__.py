@@ -1,0 +1,6 @@
+"""`python -m manyheads` is the command line."""
+
+from manyheads.cli import main
+
+if __name__ == "__main__":
+    main()

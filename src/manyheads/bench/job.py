@@ -1,0 +1,477 @@
+"""The whole of `manyheads shrink` as a function: from a model's name and budgets to checkpoints, figures and a report.
+
+A job works in `<out>.partial`, which an interrupt leaves behind and a resumed job goes on from; it takes the name
+`<out>` when everything is converted, measured and written. At most two models are in memory, the source and one
+candidate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import errno
+import gc
+import json
+import platform
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from manyheads.bench.report import write_report
+from manyheads.bench.timing import PeakMemory, Timing, decoder, interleaved, kv_bytes
+from manyheads.convert.account import account
+from manyheads.convert.adopt import FAMILIES, adopted_config, family_of
+from manyheads.convert.export.atomic import disk_full
+from manyheads.convert.heal import LayerwiseHeal
+from manyheads.convert.plan import BudgetError, Goal, Target, make_goal
+from manyheads.convert.shrink import Damage, refuse, shape_of, shrink
+from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, read_config, weight_files
+from manyheads.convert.stream import InMemory
+from manyheads.convert.text import Texts, default_text, read_text, second_text, windows
+from manyheads.convert.verify import Reference, cached, decode_equals_forward, greedy, quality
+from manyheads.stack.pretrained import ManyheadsConfig, ManyheadsForCausalLM
+
+Progress = Callable[[str, int, int], object]
+"""Called with (stage, steps done, steps in all)."""
+
+PROMPT = "Water boils at a lower temperature in the mountains because"
+CONTEXTS = (128, 2048)
+CALIBRATION = (64, 256)
+"""Windows and tokens in each."""
+EVALUATION = (5, 2048)
+SECOND = 2
+"""Windows of the second text, as long as those of the evaluation."""
+SAMPLE = 48
+"""Tokens that each model writes after the prompt."""
+LARGEST_DIFFERENCE = 1e-3
+"""Of logits, between a cached pass and a full one, float32."""
+_ROUNDS = 16
+_CACHED = 64  # tokens that the cache is measured with
+
+
+class CheckError(ValueError):
+    """A model that does not do what its spec says: its cache has another size, or decodes something else."""
+
+
+def shrink_model(
+    model: str | Path,
+    budgets: str | Sequence[str] = "50%",
+    *,
+    to: Target = "mla",
+    texts: Sequence[str | Path] = (),
+    heal: str | int | LayerwiseHeal | None = "layerwise",
+    out: str | Path | None = None,
+    resume: bool = False,
+    prompt: str = PROMPT,
+    contexts: Sequence[int] = CONTEXTS,
+    calibration: tuple[int, int] = CALIBRATION,
+    evaluation: tuple[int, int] = EVALUATION,
+    stages: bool = False,
+    seed: int = 0,
+    progress: Progress = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """Shrink a model's cache to each budget, measure what that cost, and write everything to a new folder.
+
+    Args:
+        model: a hub name, a folder, a GGUF file, or `smollm2`.
+        budgets: `50%` of the source's cache, or a number of floats a token and layer; one candidate each.
+        to: `mla`, `gqa`, or `auto`: the one that does less damage, layer by layer.
+        texts: files to calibrate on (first 80 %) and to evaluate on (the rest), instead of Python's help texts.
+        heal: `layerwise`, a number of steps a layer, `none`, or the options themselves.
+        out: must not exist; default `<name>-shrunk`.
+        resume: go on with what an interrupted job left in `<out>.partial`; without such a job, start one.
+        prompt: what every model's text sample continues.
+        contexts: lengths at which decoding is timed; none, and nothing is.
+        calibration, evaluation: (windows, tokens in each).
+        stages: also say how much of the loss each stage of a conversion brings (takes another pass for each).
+        seed: of healing.
+
+    Returns:
+        What `result.json` holds and `manyheads shrink --json` prints: `model`, `date`, `text`, `source` and
+        `candidates` (rows of figures, see `manyheads.bench.report`), `prompt`, `seconds`, `machine`, `notes`, `out`,
+        `report` (None without plotly).
+
+    Raises:
+        FileExistsError: `out` exists, or an unfinished job of that name and `resume` is not set.
+        SourceError, AdoptError, BudgetError, OptionError, ValueError: a model, budget, option or text that does not
+            fit, before any work; nothing is left behind.
+        ResumeError: the unfinished job had other options.
+        CheckError: a converted model failed its checks.
+        OSError: the disk is full; what is finished stays for `resume`.
+    """
+    budgets = [budgets] if isinstance(budgets, str) else list(budgets)
+    healing = read_heal(heal, seed)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    if wrong := [context for context in contexts if context < 1]:
+        raise ValueError(f"a context is at least one token, not {wrong[0]}")
+    out = out_folder(model, out)
+    work = partial_folder(out)
+    _check_folders(out, work, resume)
+    own = read_text([Path(file) for file in texts]) if texts else None
+    config = quick_config(model)
+    goals = None if config is None else _goals(config, budgets, to)
+    clock = _Clock(progress)
+    progress("load", 0, 1)
+    source = load_source(model)
+    layers = InMemory(source.model)
+    clock("load", 1, 1)
+    goals = goals or _goals(layers.config, budgets, to)
+    tried = _Tried.cut(source, own, [Path(file).name for file in texts], calibration, evaluation)
+    notes = [*tried.notes, *(goal.note for goal in goals if goal.note is not None)]
+    options = {"model": source.name, "kv": budgets, "to": to, "text": tried.text["calibration"], "seed": seed}
+    progress("calibrate", 0, len(layers.config.specs))
+    with _kept(work):
+        damages = shrink(layers, tried.calibration, goals, work, heal=healing, options=options, progress=clock)
+        for goal in goals:
+            tried.tokenizer.save_pretrained(work / goal.name)
+        rows = _measure(layers.model, goals, damages, work, tried, prompt, contexts, clock)
+        for row, goal in zip(rows[1:], goals, strict=True):
+            row |= {"folder": str(out / goal.name), "damage_healed": row["damage_healed"] if healing else None}
+            if stages:
+                row["stages"] = _stages(layers, tried.calibration, goal, work, clock)
+        result = {
+            "model": source.name, "date": datetime.date.today().isoformat(), "text": tried.text, "source": rows[0],
+            "candidates": rows[1:], "prompt": prompt, "seconds": clock.seconds, "machine": machine(), "notes": notes,
+            "out": str(out), "report": str(out / "report.html"),
+        }  # fmt: skip
+        _write(result, work)
+        if out.exists():
+            raise FileExistsError(f"{out} has appeared meanwhile; what was made is complete in {work}")
+        work.rename(out)
+    shutil.rmtree(out / "survey", ignore_errors=True)
+    for scrap in (out / "job.json", *(out / goal.name / "damage.json" for goal in goals)):
+        scrap.unlink(missing_ok=True)
+    return result
+
+
+# --- before any work
+
+
+def out_folder(model: str | Path, out: str | Path | None = None) -> Path:
+    """Where a job's output goes."""
+    if out is not None and str(out).strip():
+        return Path(out).expanduser()
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.is_dir() else path.stem if path.suffix == ".gguf" else path.name
+    return Path(f"{name}-shrunk")
+
+
+def partial_folder(out: Path) -> Path:
+    """Where a job works until it is finished."""
+    return out.parent / f"{out.name}.partial"
+
+
+def _check_folders(out: Path, work: Path, resume: bool) -> None:
+    if out.exists() or out.is_symlink():
+        raise FileExistsError(f"{out} exists already; remove it or choose another folder with --out")
+    if work.exists() and not resume:
+        raise FileExistsError(
+            f"{work} holds an unfinished job; go on with it (--resume), or remove it to start from the beginning"
+        )
+
+
+def read_heal(heal: str | int | LayerwiseHeal | None, seed: int = 0) -> LayerwiseHeal | None:
+    """Healing by name or by number of steps."""
+    if heal is None or isinstance(heal, LayerwiseHeal):
+        return heal
+    text = str(heal).strip().lower()
+    if text == "layerwise":
+        return LayerwiseHeal(seed=seed)
+    if text in ("none", "0"):
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"heal is layerwise, none, or a number of steps a layer, not {heal!r}")
+    return LayerwiseHeal(steps=int(text), seed=seed)
+
+
+def quick_config(model: str | Path) -> ManyheadsConfig | None:
+    """The specs of a model from its config and its files' headers, before a weight is read.
+
+    None where that is no faster than loading (a GGUF file), or where loading will say better what is wrong.
+
+    Raises:
+        SourceError, AdoptError: as loading and adopting would.
+    """
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        local = path.exists() or path.suffix == ".gguf" or str(model) == EMBEDDED or not str(model).strip()
+        config = None
+        if not local:
+            with suppress(Exception):  # of the hub: no network, no such name
+                config = AutoConfig.from_pretrained(str(model))
+        return None if config is None else _specs_of(config)
+    weight_files(path)
+    return config_of(path)
+
+
+def config_of(path: Path) -> ManyheadsConfig:
+    """The specs of a model folder, or of a GGUF file, from its config alone.
+
+    Raises:
+        SourceError: there is no config, or it cannot be read. AdoptError: the family is not known.
+    """
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
+    if path.is_dir():
+        kind = read_config(path).get("model_type")
+        if not isinstance(kind, str):
+            raise SourceError(f"{path / 'config.json'} names no model_type")
+        if kind not in {"manyheads", *(known for family in FAMILIES for known in family.model_types)}:
+            family_of(cast(PreTrainedConfig, SimpleNamespace(model_type=kind)))  # raises, naming those known
+    else:
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    try:
+        config = AutoConfig.from_pretrained(**where)
+    except Exception as error:  # transformers raises whatever the checks of its fields raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SourceError(f"the config of {path} cannot be read: {reason}") from error
+    return _specs_of(config)
+
+
+def _specs_of(config: PreTrainedConfig) -> ManyheadsConfig:
+    return config if isinstance(config, ManyheadsConfig) else adopted_config(config)
+
+
+def _goals(config: ManyheadsConfig, budgets: Sequence[str], to: Target) -> list[Goal]:
+    """What each budget asks for; refused here if no method reaches it."""
+    shape = shape_of(config)
+    goals = [make_goal(text, to, shape) for text in budgets]
+    if not goals:
+        raise BudgetError("no budget given; 50% halves the cache")
+    names = [goal.name for goal in goals]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise BudgetError(f"two budgets are the same: {twice[0]}")
+    refuse(config, goals)
+    return goals
+
+
+@dataclass
+class _Tried:
+    """What the models of a job are tried on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    calibration: Tensor
+    evaluation: Tensor
+    second: Tensor | None
+    text: dict[str, Any]
+    notes: list[str]
+
+    @classmethod
+    def cut(
+        cls, source: Source, own: str | None, files: Sequence[str], calibration: tuple[int, int],
+        evaluation: tuple[int, int],
+    ) -> _Tried:  # fmt: skip
+        if source.tokenizer is None:
+            raise SourceError(f"{source.name} has no tokenizer, so no text can be read with it")
+        notes: list[str] = []
+        limit = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
+        (c, c_length), (e, e_length) = (_fitting(cut, limit, notes) for cut in (calibration, evaluation))
+        cut = Texts.from_text(
+            source.tokenizer, own or default_text(), calibration_windows=c, calibration_length=c_length,
+            evaluation_windows=e, evaluation_length=e_length,
+        )  # fmt: skip
+        second = None
+        if own is None:
+            second = windows(source.tokenizer, second_text(), count=min(SECOND, e), length=e_length)
+        name = "Python's help topics" if own is None else ", ".join(files)
+        text = {
+            "calibration": f"{name}, first 80 %: {c} windows of {c_length} tokens",
+            "evaluation": f"{name}, last 20 %: {e} windows of {e_length} tokens",
+            "second": None if second is None else "docstrings of the standard library",
+            "tokens_calibration": cut.calibration.numel(), "tokens_evaluation": cut.evaluation.numel(),
+        }  # fmt: skip
+        return cls(source.tokenizer, cut.calibration, cut.evaluation, second, text, notes)
+
+
+def _fitting(cut: tuple[int, int], limit: int | None, notes: list[str]) -> tuple[int, int]:
+    """Windows no longer than the model's positions."""
+    count, length = cut
+    if limit is None or length <= limit:
+        return cut
+    notes.append(f"windows of {length} tokens are longer than the model's {limit} positions; cut to {limit}")
+    return count, limit
+
+
+# --- the work
+
+
+@contextmanager
+def _kept(work: Path) -> Iterator[None]:
+    """Whatever goes wrong inside leaves `work` only where a resumed job finds something finished in it."""
+    made = [parent for parent in work.parents if not parent.exists()]
+    try:
+        yield
+    except BaseException as error:
+        kept = any(work.rglob("*.safetensors"))
+        if not kept:
+            shutil.rmtree(work, ignore_errors=True)
+            for parent in made:
+                with suppress(OSError):
+                    parent.rmdir()
+        if not disk_full(error):
+            raise
+        left = "what is finished stays there: make room and go on with --resume" if kept else "nothing of it is left"
+        near = next(parent for parent in (work, *work.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(near).free
+        sentence = f"the disk is full: writing {work}, {free:,} bytes are free; {left}"
+        raise OSError(errno.ENOSPC, sentence) from error
+
+
+class _Clock:
+    """Passes progress on, and adds up the seconds of what has been done."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress, self._last = progress, time.perf_counter()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        known = {name: name for name in ("load", "calibrate", "measure", "account")} | {"time": "measure"}
+        self.lap(known.get(stage.split()[0], "convert"))
+        self._progress(stage, done, total)
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
+        self._last = now
+
+
+def _measure(
+    source: ManyheadsForCausalLM, goals: Sequence[Goal], damages: Sequence[Sequence[Damage]], work: Path, tried: _Tried,
+    prompt: str, contexts: Sequence[int], clock: _Clock,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of the source and of each candidate, as read back from its folder."""
+
+    def row(name: str, model: ManyheadsForCausalLM, reference: Reference | None = None) -> dict[str, Any]:
+        measured = examine(model, tried.evaluation, reference, lambda *step: clock(f"measure {name}", *step))
+        second = None if tried.second is None else quality(model, tried.second).perplexity
+        difference = decode_equals_forward(model, tried.evaluation[:1, :48])
+        if not difference <= LARGEST_DIFFERENCE:
+            raise CheckError(f"{name}: decoding with the cache differs from the full pass by {difference:.2g} (logits)")
+        sample = greedy(model, tried.tokenizer, prompt, SAMPLE)
+        peak = peak_mb(model, max(contexts, default=CONTEXTS[0]))
+        return {
+            "name": name,
+            **measured,
+            "perplexity_second": second,
+            "decode_ms": {},
+            "peak_mb": peak,
+            "sample": sample,
+        }
+
+    rows = [row("source", source) | {"kl": 0.0, "top1": 1.0}]
+    reference = Reference(source, tried.evaluation)
+    beside: dict[int, list[float]] = {context: [] for context in contexts}
+    for goal, damage in zip(goals, damages, strict=True):
+        candidate = load_source(work / goal.name).model
+        assert isinstance(candidate, ManyheadsForCausalLM)
+        made = row(goal.name, candidate, reference)
+        for done, context in enumerate(contexts, 1):
+            steps = {"source": decoder(source, context), "candidate": decoder(candidate, context)}
+            timed = interleaved(steps, _ROUNDS, warmup=2)
+            beside[context] += timed["source"].samples
+            made["decode_ms"][str(context)] = timed["candidate"].median
+            clock(f"time {goal.name}", done, len(contexts))
+        rows.append(
+            made
+            | {
+                "damage": [entry.fitted for entry in damage],
+                "damage_healed": [entry.healed for entry in damage],
+                "plan": goal.to == "auto" and len(set(made["specs"])) > 1,
+            }
+        )
+        del candidate
+        gc.collect()
+    rows[0]["decode_ms"] = {str(context): Timing(tuple(samples)).median for context, samples in beside.items()}
+    return rows
+
+
+def examine(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    reference: Reference | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> dict[str, Any]:
+    """What a model is, caches and predicts: spec, cache figures, perplexity, and KL and top-1 against a reference.
+
+    A model that is not ours has its class in place of the spec.
+    """
+    ours = isinstance(model, ManyheadsForCausalLM)
+    specs = [str(spec) for spec in model.specs] if ours else [type(model).__name__]
+    floats, size = cache_figures(model)
+    found = quality(model, tokens, reference, progress=progress)
+    return {
+        "spec": "; ".join(spec if n == len(specs) else f"{n} × {spec}" for spec, n in Counter(specs).items()),
+        "specs": specs if ours else [], "kv_floats_per_token_layer": floats, "kv_bytes_per_token": size,
+        "perplexity": found.perplexity, "kl": found.kl, "top1": found.top1,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def cache_figures(model: PreTrainedModel) -> tuple[float, float]:
+    """Numbers cached a token and layer, and bytes a token over all layers, measured from storage.
+
+    Raises:
+        CheckError: what is stored is not what the specs say.
+    """
+    config = model.config.get_text_config()
+    count = min(_CACHED, getattr(config, "max_position_embeddings", _CACHED))
+    _, cache = cached(model, torch.arange(count)[None] % config.vocab_size)
+    stored, size = kv_bytes(cache), model.dtype.itemsize
+    if not isinstance(model, ManyheadsForCausalLM):
+        return stored / count / size / config.num_hidden_layers, stored / count
+    costs = [layer.spec.cost(layer.dim, layer.heads, layer.site) for layer in model.attentions]
+    stated = sum(cost.cache_bytes(count, size) for cost in costs)
+    if stored != stated:
+        raise CheckError(f"the cache of {count} tokens holds {stored:,} bytes, where its specs say {stated:,}")
+    return float(sum(cost.cache_floats for cost in costs)) / len(costs), stored / count
+
+
+def peak_mb(model: PreTrainedModel, context: int) -> float:
+    """MB of the model's weights, and of what reading `context` tokens and decoding one more adds at its peak.
+
+    Other models in the process, and the process itself, do not count.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc keeps freed blocks; they would hide what the model needs
+        ctypes.CDLL(None).malloc_trim(0)
+    weights = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in model.parameters()}
+    with PeakMemory() as peak:
+        decoder(model, context)()
+    return sum(weights.values()) / 2**20 + peak.added_mb
+
+
+def _stages(layers: InMemory, tokens: Tensor, goal: Goal, work: Path, clock: _Clock) -> dict[str, float] | None:
+    """The calibration loss after each stage; a plan that mixes moves has none in common."""
+    if goal.to == "auto":
+        return None
+    losses = account(layers, tokens, goal, work, load_source(work / goal.name).model, clock)
+    return {{"healed": "heal"}.get(name, name): loss for name, loss in losses.items() if name != "source"}
+
+
+def _write(result: dict[str, Any], work: Path) -> None:
+    """The figures as a file and as a page; both say where they will be."""
+    try:
+        write_report(result, work / "report.html")
+    except ImportError as error:
+        result["report"] = None
+        result["notes"].append(f"no report.html: {error}")
+    (work / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def machine() -> str:
+    """What this runs on, in one line."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"

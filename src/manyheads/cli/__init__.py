@@ -1,0 +1,54 @@
+"""The command line, `manyheads`: one file a command, each a thin layer over a function that Python users can call.
+
+torch and transformers are imported when a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from manyheads import __version__
+from manyheads.cli.eval import evaluate
+from manyheads.cli.explain import explain
+from manyheads.cli.export import export
+from manyheads.cli.generate import generate
+from manyheads.cli.list import list_parts
+from manyheads.cli.shrink import shrink
+
+app = typer.Typer(
+    name="manyheads",
+    help="Take the heads of a transformer apart and put them back together cheaper, and know what it cost.",
+    no_args_is_help=True,
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for name, function in (
+    ("shrink", shrink),
+    ("eval", evaluate),
+    ("generate", generate),
+    ("explain", explain),
+    ("export", export),
+    ("list", list_parts),
+):
+    app.command(name)(function)
+
+
+@app.callback()
+def _version(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+__all__ = ["app", "main"]

@@ -1,0 +1,114 @@
+"""`manyheads shrink`: a model and cache budgets in; checkpoints, figures and a report out."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from manyheads.cli.output import Bars, Debug, Json, command, finish, note, number, numbers, sizes, table, wrapped
+
+
+class To(Enum):
+    """Where conversions may go."""
+
+    mla = "mla"
+    gqa = "gqa"
+    auto = "auto"
+
+
+@command
+def shrink(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A hub name, a folder, a GGUF file, or smollm2 (embedded).")
+    ],
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BUDGET",
+            help="Cache to keep: a share of the source's, or numbers a token and layer (192). "
+            "Give it again for another candidate. Default 50%.",
+        ),
+    ] = None,
+    to: Annotated[
+        To, typer.Option(help="Latent attention, fewer key heads, or whichever harms a layer less.")
+    ] = To.mla,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Text to calibrate on (first 80 %) and to evaluate on (the rest). Repeatable."
+        ),
+    ] = None,
+    heal: Annotated[
+        str, typer.Option(help="Fit each converted layer to its source: layerwise, none, or a number of steps.")
+    ] = "layerwise",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A new folder for everything. Default NAME-shrunk.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted job.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="What every model's sample of text continues.")] = None,
+    contexts: Annotated[str, typer.Option(help="Lengths of context at which decoding is timed, or none.")] = "128,2048",
+    calibrate: Annotated[str, typer.Option(metavar="NxT", help="Calibrate on N windows of T tokens.")] = "64x256",
+    evaluate: Annotated[str, typer.Option(metavar="NxT", help="Evaluate on N windows of T tokens.")] = "5x2048",
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Also measure the loss after each stage of a conversion.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of healing.")] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Shrink a model's key/value cache, and measure what that costs.
+
+    Writes a new folder with a checkpoint for each budget, result.json and report.html, and prints a table of the
+    source and the candidates.
+    """
+    options: dict[str, Any] = {"contexts": numbers(contexts), "calibration": sizes(calibrate)}
+    options |= {"evaluation": sizes(evaluate)} | ({} if prompt is None else {"prompt": prompt})
+    from manyheads.bench import job
+
+    try:
+        with Bars() as bars:
+            result = job.shrink_model(
+                model, kv or ["50%"], to=to.value, texts=text or (), heal=heal, out=out, resume=resume, stages=stages,
+                seed=seed, progress=bars, **options,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        unfinished = job.partial_folder(job.out_folder(model, out))
+        if unfinished.exists():
+            note(f"{unfinished} keeps what is finished; the same command with --resume goes on from there")
+        raise
+    for line in result["notes"]:
+        note(line)
+    show(result)
+    finish(result, as_json)
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table of figures, what each candidate is, and where everything lies."""
+    rows = [result["source"], *result["candidates"]]
+    lengths = list(result["source"]["decode_ms"])
+    second = result["source"]["perplexity_second"] is not None
+    head = ["model", "KV B/\ntoken", "perplex-\nity", *(["second\ntext"] if second else []), "KL", "top-1\n%"]
+    head += [*(f"ms at\n{length}" for length in lengths), "peak\nMB"]
+    table(
+        head,
+        [
+            [
+                row["name"], number(row["kv_bytes_per_token"], 0), number(row["perplexity"], 2),
+                *([number(row["perplexity_second"], 2)] if second else []), number(row["kl"], 3),
+                number(100 * row["top1"], 1), *(number(row["decode_ms"][length], 1) for length in lengths),
+                number(row["peak_mb"], 0),
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+    for row in rows:
+        wrapped(f"{row['name']}: {row['spec']}")
+    typer.echo("")
+    for row in result["candidates"]:
+        typer.echo(f"checkpoint  {row['folder']}")
+    typer.echo(f"figures     {result['out']}/result.json")
+    if result["report"] is not None:
+        typer.echo(f"report      {result['report']}")

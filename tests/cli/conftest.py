@@ -1,0 +1,36 @@
+"""A tiny model and one job's output, shared by all tests of the command line."""
+
+from pathlib import Path
+
+import pytest
+from tests.cli.line import SMALL, run, save_tiny
+
+from manyheads.bench import job
+from manyheads.convert import text as text_module
+from manyheads.convert.text import default_text, second_text
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_texts():
+    """The default texts, read once and cut: each job would spend seconds on what these tests do not look at."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in (("default_text", default_text()[:40_000]), ("second_text", second_text()[:5_000])):
+            for module in (text_module, job):
+                patch.setattr(module, name, lambda text=text: text)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """Caches 4 · (6 + 6) = 48 numbers a token and layer."""
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def shrunk(short_texts, tiny, tmp_path_factory) -> Path:
+    """The output of one `shrink` with two candidates, not to be changed."""
+    out = tmp_path_factory.mktemp("jobs") / "shrunk"
+    ran = run("shrink", tiny, "--kv", "50%", "--kv", "25%", "--out", out, "--json", *SMALL)
+    assert ran.code == 0, ran
+    (out / "stdout.txt").write_text(ran.out)
+    return out

@@ -1,0 +1,244 @@
+"""eval, generate, explain, export, list, and what every command shares."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cli.line import refused, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from manyheads import Spec, __version__
+from manyheads.cli import main, output
+from manyheads.core.registry import all_parts, all_presets
+
+FIGURES = {"spec", "specs", "kv_floats_per_token_layer", "kv_bytes_per_token", "perplexity", "kl", "top1"}
+
+
+@pytest.fixture(scope="module")
+def single(shrunk, tmp_path_factory) -> Path:
+    """A shrink output folder with one candidate."""
+    folder = tmp_path_factory.mktemp("single") / "one"
+    folder.mkdir()
+    (folder / "mla-50").symlink_to(shrunk / "mla-50")
+    result = json.loads((shrunk / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | {"candidates": result["candidates"][:1]}))
+    return folder
+
+
+# --- every command
+
+
+def test_help_needs_neither_torch_nor_transformers():
+    code = """if True:
+        import sys
+        from typer.testing import CliRunner
+        from manyheads.cli import app
+        assert CliRunner().invoke(app, ["shrink", "--help"]).exit_code == 0
+        print(sorted({"torch", "transformers", "rich.progress"} & set(sys.modules)))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_command_has_help_in_80_columns_and_options_that_are_explained():
+    for name in ("shrink", "eval", "generate", "explain", "export", "list"):
+        ran = run(name, "--help")
+        assert ran.code == 0 and "--json" in ran.out and max(map(len, ran.out.splitlines())) <= 80
+    assert run().out.count("\n") > 10 and run("--version").out == f"{__version__}\n"
+    assert run("no-such-command").code == 2
+
+
+def test_the_entry_points_run_the_same_application():
+    done = subprocess.run([sys.executable, "-m", "manyheads", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{__version__}\n"
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert 'manyheads = "manyheads.cli:main"' in project and callable(main)
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "x"], ["explain"], ["export", "--out", "new"]])
+def test_an_output_folder_with_several_candidates_lists_them(shrunk, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    line = refused(command[0], shrunk, *command[1:])
+    assert f"holds 2 candidates; give one of them: {shrunk}/mla-50, {shrunk}/mla-25" in line
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "x"], ["explain"], ["export", "--out", "new"]])
+def test_a_model_that_is_not_there(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    assert "no such file or folder" in refused(command[0], "./nowhere", *command[1:])
+    (tmp_path / "hollow").mkdir()
+    assert "has no config.json; it holds nothing" in refused(command[0], "hollow", *command[1:])
+    (tmp_path / "hollow" / "result.json").write_text("{}")
+    assert "result.json was not written by manyheads shrink" in refused(command[0], "hollow", *command[1:])
+
+
+def test_json_never_holds_what_json_does_not_know(capsys):
+    output.finish({"a": float("nan"), "b": [float("inf"), 1.5], "c": Path("x"), 3: (True, None)}, True)
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": "x", "3": [True, None]}
+
+
+def test_errors_of_the_system_are_told_without_numbers():
+    assert output.message(FileNotFoundError(2, "No such file", "a.txt")) == "a.txt: No such file"
+    assert output.message(OSError(28, "the disk is full: x")) == "the disk is full: x"
+    assert output.message(ValueError("")) == "ValueError"
+
+
+def test_a_reader_that_has_gone_is_no_error_to_tell():
+    command = f"'{sys.executable}' -m manyheads list | true"
+    assert not subprocess.run(["bash", "-c", command], capture_output=True, text=True).stderr
+
+
+def test_in_a_terminal_there_are_bars(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with output.Bars() as bars:
+        bars("calibrate", 1, 2)
+        bars("calibrate", 2, 2)
+        assert [task.completed for task in bars._bars.tasks] == [2]
+
+
+# --- eval
+
+
+def test_eval_alone_and_against_a_source(single, shrunk, tiny):
+    whole = json.loads((shrunk / "result.json").read_text())["candidates"][0]
+    ran = run("eval", single, "--against", tiny, "--evaluate", "2x64", "--json")
+    assert set(ran.json) == FIGURES | {"model", "against", "tokens"}
+    for key in FIGURES:  # of the same text and windows as in shrink
+        assert ran.json[key] == whole[key]
+    ran = run("eval", single / "mla-50", "--evaluate", "2x64")
+    assert ran.code == 0 and "KL" not in ran.out and "288" in ran.out and "mla(rank=20" in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 80
+    alone = run("eval", single / "mla-50", "--evaluate", "2x64", "--json").json
+    assert alone["kl"] is None and alone["top1"] is None and alone["perplexity"] == whole["perplexity"]
+
+
+def test_eval_of_a_source_and_of_own_text(tiny, tmp_path):
+    (tmp_path / "own.txt").write_text("All work and no play. " * 40)
+    found = run("eval", tiny, "--text", tmp_path / "own.txt", "--evaluate", "1x32", "--json").json
+    assert found["spec"] == "gqa(kv_heads=4) + rope" and found["kv_bytes_per_token"] == 576 and found["tokens"] == 32
+    line = refused("eval", tiny, "--text", tmp_path / "own.txt")
+    assert "the text has 176 tokens, and 5 windows of 2048 need 10240" in line
+    assert "missing.txt: No such file" in refused("eval", tiny, "--text", tmp_path / "missing.txt")
+
+
+# --- generate
+
+
+def test_generate_streams_what_the_model_writes(single):
+    model, tokenizer = (kind.from_pretrained(single / "mla-50") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ids = model.generate(**tokenizer("Heads", return_tensors="pt"), max_new_tokens=9, do_sample=False)
+    ran = run("generate", single, "Heads", "--tokens", "9", "--json")
+    assert set(ran.json) == {"model", "prompt", "text", "tokens", "seconds"} and ran.json["tokens"] == 9
+    assert ran.json["text"] == tokenizer.decode(ids[0, 5:], skip_special_tokens=True)
+    plain = run("generate", single, "Heads", "--tokens", "9")
+    assert plain.code == 0 and plain.out.startswith("Heads")
+
+
+def test_the_same_seed_samples_the_same_text(tiny):
+    command = ["generate", tiny, "x", "--tokens", "12", "--sample", "--top-p", "0.9", "--json", "--seed"]
+    texts = [run(*command, seed).json["text"] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_refuses_an_empty_prompt_and_wrong_numbers(tiny):
+    assert "the prompt is empty" in refused("generate", tiny, " ")
+    assert run("generate", tiny, "x", "--tokens", "0").code == 2
+    assert run("generate", tiny, "x", "--top-p", "2").code == 2
+
+
+# --- explain
+
+
+def test_explain_a_checkpoint(single):
+    ran = run("explain", single, "--json", "--queries", "1,300")
+    (kind,) = ran.json["kinds"]
+    assert set(kind) == {
+        "layers", "spec", "dim", "heads", "parameters", "cache_floats", "cache_bytes", "passes",
+    }  # fmt: skip
+    assert kind["layers"] == [0, 1, 2] and (kind["dim"], kind["heads"]) == (48, 8)
+    assert kind["cache_floats"] == 24 and ran.json["cache_bytes"] == 288
+    assert [each["queries"] for each in kind["passes"]] == [1, 300]
+    assert kind["passes"][0]["kernel"] == "grouped" and kind["passes"][1]["kernel"] == "sdpa"
+    assert "300 query rows" in kind["passes"][1]["refused"]["grouped"]
+    assert max(map(len, ran.out.splitlines()[:-1])) <= 80
+
+
+def test_explain_a_source_reads_no_weights(tiny, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    ran = run("explain", tmp_path)
+    assert "layers 0-2: gqa(kv_heads=4) + rope" in ran.out and "in all: 144 numbers" in ran.out
+
+
+def test_explain_a_spec_says_why_a_kernel_is_slow():
+    ran = run("explain", "gqa(kv_heads=2) + talking_heads", "--dim", "64", "--heads", "4", "--json")
+    (kind,) = ran.json["kinds"]
+    assert kind["parameters"] == Spec.parse("gqa(kv_heads=2) + talking_heads").cost(64, 4).parameters
+    assert {each["kernel"] for each in kind["passes"]} == {"tiled"} and "not sdpa: TalkingHeads" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("mla(rnak=3)", "has no option 'rnak'"),
+        ("nothing", "nothing is neither a folder nor a spec: no part 'nothing'"),
+        ("gqa(kv_heads=3)", "8 query heads cannot share kv_heads=3"),
+        ("gqa + mla", "'gqa' and 'mla'|one projection"),
+        ("mla(rank=4", "expected"),
+    ],
+)
+def test_explain_says_what_is_wrong_with_a_spec(spec, said):
+    ran = run("explain", spec)
+    assert ran.code == 1 and "Traceback" not in ran.err and any(each in ran.err for each in said.split("|"))
+
+
+# --- export
+
+
+def test_export_to_the_stock_class(single, tmp_path):
+    ran = run("export", single, "--format", "deepseek", "--out", tmp_path / "stock", "--json")
+    assert ran.json["loads_as"] == "DeepseekV3ForCausalLM" and ran.json["difference"] < 1e-3
+    assert ran.json["folder"] == str(tmp_path / "stock") and "reloaded: largest" in ran.out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    assert type(model).__name__ == "DeepseekV3ForCausalLM"
+    assert AutoTokenizer.from_pretrained(tmp_path / "stock")("ab").input_ids
+    found = run("eval", tmp_path / "stock", "--against", single, "--evaluate", "2x64", "--json").json
+    assert found["kl"] < 1e-4 and found["spec"] == "DeepseekV3ForCausalLM" and found["kv_bytes_per_token"] > 0
+
+
+def test_export_a_source_to_our_own_format_in_another_dtype(tiny, tmp_path):
+    ran = run("export", tiny, "--format", "manyheads", "--dtype", "bfloat16", "--out", tmp_path / "own")
+    assert ran.code == 0 and "bfloat16" in ran.out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "own").dtype == torch.bfloat16
+
+
+def test_export_refuses_a_folder_that_exists_before_it_loads(tmp_path):
+    assert f"{tmp_path} exists already" in refused("export", "no-such-model", "--out", tmp_path)
+    assert run("export", "no-such-model").code == 2
+
+
+# --- list
+
+
+def test_list_holds_every_part_and_preset():
+    ran = run("list", "--json")
+    names = [each["name"] for each in ran.json]
+    assert names == [*all_parts(), *all_presets()] and {"gqa", "mla", "moh", "gda"} <= set(names)
+    for each in ran.json:
+        assert {"name", "stage", "paper", "options"} <= set(each)
+    mla = ran.json[names.index("mla")]
+    assert mla["options"]["rank"] == {"type": "int | None", "default": None}
+    assert ran.json[names.index("gda")]["parts"] == ["differential", "head_norm"]
+    assert max(map(len, ran.out.splitlines()[:-1])) <= 80
+    assert run("list").out == "".join(f"{line}\n" for line in ran.out.splitlines()[:-1])
+
+
+def test_list_explains_one_part():
+    ran = run("list", "rope", "--json")
+    assert ran.json["name"] == "rope" and "turns by position" in ran.json["doc"]
+    assert ran.json["options"]["pairing"]["type"] == "Literal['half', 'interleaved', 'none']"
+    assert "rope (position, arXiv 2104.09864)" in ran.out and "interleaved" in ran.out
+    assert run("list", "gda").code == 0
+    assert "no part 'ropee'; did you mean rope" in refused("list", "ropee")

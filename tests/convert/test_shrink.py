@@ -1,0 +1,322 @@
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.convert.tiny import model, saved, tokens
+from tests.oracles.reference import close
+from transformers import AutoModelForCausalLM
+
+from manyheads.convert import shrink as job
+from manyheads.convert.heal import LayerwiseHeal
+from manyheads.convert.plan import Goal, make_goal
+from manyheads.convert.shrink import Calibration, Damage, ResumeError, shape_of, shrink, stretched
+from manyheads.convert.stream import InMemory, OnDisk, attention_of, put_attention, run
+from manyheads.core.part import OptionError
+from manyheads.stack import ManyheadsForCausalLM
+from manyheads.stack.seam import SeamAttention
+
+HEAL = LayerwiseHeal(steps=3)
+LAYERS, FAMILIES = 3, ["llama", "tied", "biased", "qwen2", "mistral"]
+
+
+def source(kind="llama", layers=LAYERS, **options):
+    return model(kind, layers, **{"num_key_value_heads": 4, **options})
+
+
+def goals(layers, *wanted):
+    return [make_goal(text, to, shape_of(layers)) for text, to in wanted or (("50%", "mla"), ("50%", "gqa"))]
+
+
+def files(folder):
+    """Every tensor and every text of a job, byte for byte."""
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            found[str(file.relative_to(folder))] = file.read_bytes()
+    return found
+
+
+def composed(layers, windows, folder):
+    """Logits by hand: the source's own pieces with the attention that each layer file holds."""
+    hidden = layers.embed(windows)
+    notes = json.loads((folder / "config.json").read_text())
+    for index, spec in enumerate(notes["specs"]):
+        with layers.open(index) as block:
+            old = attention_of(block, layers.config)
+            new = SeamAttention(spec, old.dim, old.heads, site=old.site).eval()
+            prefix = f"model.model.layers.{index}.self_attn."
+            tensors = load_file(folder / f"layer-{index:05d}.safetensors")
+            new.load_state_dict({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
+            put_attention(block, layers.config, new)
+            hidden = run(block, layers.config, hidden, record=False).after
+    family = layers.model.model
+    with torch.no_grad():
+        return family.lm_head(family.model.norm(hidden))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_candidate_reloads_as_the_model_that_was_built(kind, tmp_path):
+    layers, windows = InMemory(source(kind)), tokens()
+    wanted = goals(layers, ("50%", "mla"), ("50%", "gqa"), ("25%", "auto"))
+    damage = shrink(layers, windows, wanted, tmp_path, heal=HEAL)
+    for goal, lost in zip(wanted, damage, strict=True):
+        folder = tmp_path / goal.name
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert isinstance(loaded, ManyheadsForCausalLM)
+        with torch.no_grad():
+            logits = loaded(windows).logits
+        close(logits, composed(layers, windows, folder), 1e-4)
+        assert [str(spec) for spec in loaded.specs] == loaded.config.specs == [each.spec for each in lost]
+        assert ("window(" in loaded.config.specs[0]) == (kind == "mistral")
+        assert loaded.config.notes["goal"]["name"] == goal.name
+        assert [Damage(**each) for each in loaded.config.notes["damage"]] == lost
+        assert len(lost) == LAYERS and all(0 < each.healed <= each.fitted for each in lost)
+        assert {spec.split("(")[0] for spec in loaded.config.specs} <= {"mla", "gqa"}
+        assert goal.to == "auto" or all(spec.startswith(goal.to) for spec in loaded.config.specs)
+        assert not list(folder.glob("*.tmp")) and not (folder / "streams.safetensors").exists()
+        state = loaded.state_dict()
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() <= state.keys()
+        assert index["metadata"]["total_size"] == sum(state[name].nbytes for name in index["weight_map"])
+
+
+def test_cached_tokens_cost_what_was_asked_for(tmp_path):
+    layers = InMemory(source())
+    wanted = goals(layers, ("50%", "mla"), ("24", "mla"), ("50%", "gqa"), ("25%", "gqa"))
+    shrink(layers, tokens(), wanted, tmp_path)
+    for goal in wanted:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / goal.name)
+        assert {spec.cost(32, 4).cache_floats for spec in loaded.specs} == {goal.floats}
+
+
+def test_healing_helps_the_model(tmp_path):
+    made, windows = source(), tokens(windows=12)
+    reference = copy.deepcopy(made)
+    layers = InMemory(made)
+    goal = goals(layers, ("25%", "gqa"))
+    far = {}
+    for name, heal in (("bare", None), ("healed", LayerwiseHeal(steps=30))):
+        shrink(layers, windows, goal, tmp_path / name, heal=heal)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name / goal[0].name)
+        with torch.no_grad():
+            want, got = (each(windows).logits.log_softmax(-1) for each in (reference, loaded))
+        far[name] = torch.nn.functional.kl_div(got, want, log_target=True, reduction="sum").item()
+    assert far["healed"] < 0.7 * far["bare"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    layers = InMemory(source(layers=2))
+    shrink(layers, tokens(), goals(layers), folder, heal=HEAL)
+    return files(folder)
+
+
+class Stop(BaseException):
+    """Like an interrupt from the keyboard, nothing that code may catch as an error."""
+
+
+def interrupt_at(count):
+    left = [count]
+
+    def maybe(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Stop
+
+    return maybe
+
+
+def test_an_interrupt_after_any_layer_changes_nothing(uninterrupted, tmp_path):
+    layers = InMemory(source(layers=2))
+    for count in range(3 * 2):
+        folder = tmp_path / str(count)
+        with pytest.raises(Stop):
+            shrink(layers, tokens(), goals(layers), folder, heal=HEAL, progress=interrupt_at(count))
+        shrink(layers, tokens(), goals(layers), folder, heal=HEAL)
+        assert files(folder) == uninterrupted, count
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interrupt_before_or_after_any_write_changes_nothing(uninterrupted, before, tmp_path, monkeypatch):
+    """Survey, layer, log, streams, what surrounds the layers, index: a job is interrupted at each in turn."""
+    layers = InMemory(source(layers=2))
+    wanted = goals(layers, ("50%", "mla"))
+    one_goal = {name: content for name, content in uninterrupted.items() if not name.startswith("gqa")}
+    writes = {"_save": job._save, "_write_text": job._write_text}
+
+    def armed(write, stop):
+        def wrapped(what, file):
+            if before:
+                stop()
+            write(what, file)
+            if not before:
+                stop()
+
+        return wrapped
+
+    for count in range(100):
+        stop = interrupt_at(count)
+        folder = tmp_path / str(count)
+        with monkeypatch.context() as patch:
+            for name, write in writes.items():
+                patch.setattr(job, name, armed(write, stop))
+            try:
+                shrink(layers, tokens(), wanted, folder, heal=HEAL)
+                break
+            except Stop:
+                pass
+        shrink(layers, tokens(), wanted, folder, heal=HEAL)
+        assert files(folder) == one_goal, count
+    assert count > 12
+
+
+def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
+    layers = InMemory(source())
+    first = shrink(layers, tokens(), goals(layers, ("50%", "mla")), tmp_path, heal=HEAL)
+    before = files(tmp_path)
+
+    def never(*args, **kwargs):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(job, "measure", never)
+    monkeypatch.setattr(job, "sensitivity", never)
+    both = shrink(layers, tokens(), goals(layers, ("50%", "mla"), ("25%", "mla")), tmp_path, heal=HEAL)
+    assert both[0] == first[0]
+    after = files(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert any(name.startswith("mla-25") for name in after.keys() - before.keys())
+
+
+def test_a_resume_with_other_options_is_refused_by_name(tmp_path):
+    layers = InMemory(source())
+    shrink(layers, tokens(), goals(layers), tmp_path, heal=HEAL, options={"model": "a"})
+    before = files(tmp_path)
+    other = InMemory(model("llama", LAYERS, num_key_value_heads=4, initializer_range=0.3))
+    for change, name in (
+        ({"heal": LayerwiseHeal(steps=4)}, "heal.*steps.*3.*4"),
+        ({"heal": None}, "heal.*steps.*3.*0"),
+        ({"options": {"model": "b"}}, "model was 'a', is 'b'"),
+        ({"options": {}}, "model was 'a', is None"),
+        ({"tokens": tokens(seed=2)}, "tokens was"),
+        ({"layers": other}, "source was"),
+    ):
+        given = {"layers": layers, "tokens": tokens(), "heal": HEAL, "options": {"model": "a"}, **change}
+        with pytest.raises(ResumeError, match=name):
+            shrink(given["layers"], given["tokens"], goals(layers), tmp_path, heal=given["heal"],
+                   options=given["options"])  # fmt: skip
+        assert files(tmp_path) == before
+
+
+def test_qk_norm_is_refused_before_anything_moves(tmp_path):
+    made = source("qwen3")
+    before = copy.deepcopy(made.state_dict())
+    layers = InMemory(made)
+    for to in ("mla", "gqa", "auto"):
+        with pytest.raises(OptionError, match=r"layer 0 cannot become .*qk-norm"):
+            shrink(layers, tokens(), goals(layers, ("50%", to)), tmp_path / "job")
+    assert not (tmp_path / "job").exists()
+    after = layers.model.model.state_dict()
+    for name, tensor in before.items():  # adoption renames them
+        assert any(other.shape == tensor.shape and torch.equal(other, tensor) for other in after.values()), name
+
+
+def test_a_layer_that_was_converted_is_no_source(tmp_path):
+    layers = InMemory(source())
+    shrink(layers, tokens(), goals(layers, ("50%", "mla")), tmp_path)
+    again = InMemory(AutoModelForCausalLM.from_pretrained(tmp_path / "mla-50"))
+    with pytest.raises(OptionError, match="conversions start from gqa"):
+        shape_of(again)
+
+
+def test_auto_takes_the_smaller_error_of_each_layer(tmp_path):
+    layers = InMemory(source())
+    wanted = goals(layers, ("50%", "mla"), ("50%", "gqa"), ("50%", "auto"))
+    latent, merged, auto = shrink(layers, tokens(), wanted, tmp_path)
+    assert auto[0].fitted == min(latent[0].fitted, merged[0].fitted)  # later layers start from other inputs
+    best = latent[0] if latent[0].fitted < merged[0].fitted else merged[0]
+    assert auto[0].spec == best.spec
+
+
+def test_auto_is_free_to_differ_from_layer_to_layer(tmp_path):
+    """Equal heads in one layer make its merge exact; the others take the latent."""
+    made = source()
+    attention = made.model.layers[1].self_attn
+    with torch.no_grad():
+        for linear in (attention.k_proj, attention.v_proj):
+            rows = linear.weight.view(2, 2, 8, -1)
+            rows.copy_(rows[:, :1].expand_as(rows).clone())
+    layers = InMemory(made)
+    goal = goals(layers, ("50%", "auto"))
+    (lost,) = shrink(layers, tokens(), goal, tmp_path)
+    assert [each.spec.split("(")[0] for each in lost] == ["mla", "gqa", "mla"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / goal[0].name)
+    prompt = {"input_ids": tokens()[:2, :5], "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    assert loaded.generate(**prompt, max_new_tokens=6, do_sample=False).shape == (2, 11)
+
+
+def test_disk_and_memory_make_models_of_the_same_kind(tmp_path):
+    """Not the same weights: the loss's own metric needs the whole model in memory."""
+    made = source()
+    disk = OnDisk(saved(made, tmp_path / "source"))
+    wanted = goals(disk)
+    a = shrink(disk, tokens(), wanted, tmp_path / "disk", heal=HEAL)
+    b = shrink(InMemory(made), tokens(), wanted, tmp_path / "memory", heal=HEAL)
+    assert [[each.spec.split(" + ")[0] for each in one] for one in a] == [
+        [each.spec.split(" + ")[0] for each in one] for one in b
+    ]
+    for goal in wanted:
+        one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / w / goal.name) for w in ("disk", "memory"))
+        assert one.state_dict().keys() == two.state_dict().keys()
+
+
+def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch):
+    def full(tensors, file, **options):
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    layers = InMemory(source())
+    monkeypatch.setattr(job, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        shrink(layers, tokens(), goals(layers), tmp_path)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_stretched_positions_go_far_in_half_of_the_windows():
+    positions = stretched(400, 64, 4096)
+    steps = positions.diff(dim=1)
+    assert (positions[:, 0] == 0).all() and (steps >= 1).all() and positions.max() < 4096
+    jumped = (steps > 1).any(1)
+    assert 0.4 < jumped.float().mean() < 0.6
+    assert ((steps[jumped] > 1).sum(1) <= 2).all()
+    assert positions.max() > 2048
+    assert torch.equal(positions, stretched(400, 64, 4096))
+    assert not torch.equal(positions, stretched(400, 64, 4096, seed=1))
+    for limit in (0, 64):
+        assert torch.equal(stretched(3, 64, limit), torch.arange(64).repeat(3, 1))
+
+
+def test_some_windows_are_spread_evenly():
+    text = Calibration(tokens(windows=9), torch.zeros(9, 16))
+    assert text.some(3 * 16).tolist() == [0, 4, 8]
+    assert text.some(10**6).tolist() == list(range(9))
+    assert len(text.some(1)) == 1
+
+
+def test_progress_counts_every_layer_of_every_stage(tmp_path):
+    layers, seen = InMemory(source()), []
+    shrink(layers, tokens(), goals(layers), tmp_path, progress=lambda *step: seen.append(step))
+    done = [step for step in seen if step[1]]
+    assert done == [(stage, i + 1, LAYERS) for stage in ("calibrate", "mla-50", "gqa-50") for i in range(LAYERS)]
+
+
+def test_budgets_beyond_what_turns_still_fit(tmp_path):
+    """Partial RoPE turns fewer pairs than a budget would keep; the rest of it goes to the latent."""
+    layers = InMemory(model("llama", 2))
+    layers.config.specs = [f"{spec} + rope(fraction=0.25)".replace("+ rope +", "+") for spec in layers.config.specs]
+    goal = Goal("mla-28f", "mla", 28, 0, 6)
+    shrink(layers, tokens(), [goal], tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / goal.name)
+    assert {spec.cost(32, 4).cache_floats for spec in loaded.specs} == {28}
