@@ -25,9 +25,7 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         width = DIM // HEADS
-        self.q, self.k, self.v, self.o = (
-            nn.Linear(DIM, n * width, bias=False) for n in (HEADS, KV, KV, HEADS)
-        )
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, n * width, bias=False) for n in (HEADS, KV, KV, HEADS))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))

@@ -152,5 +152,7 @@ def test_positions_may_start_anywhere(offset):
     layer = Attention("mtla(stride=3, rank=8, rope_dim=4)", 24, 4).double()
     x, positions = torch.randn(2, 11, 24, dtype=torch.float64), torch.arange(offset, offset + 11)[None]
     full, cache = layer(x, positions=positions), Cache()
-    parts = [layer(x[:, a : a + n], positions=positions[:, a : a + n], cache=cache) for a, n in ((0, 4), (4, 1), (5, 6))]
+    parts = [
+        layer(x[:, a : a + n], positions=positions[:, a : a + n], cache=cache) for a, n in ((0, 4), (4, 1), (5, 6))
+    ]
     torch.testing.assert_close(torch.cat(parts, 1), full)

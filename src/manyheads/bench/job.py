@@ -46,7 +46,7 @@ Progress = Callable[[str, int, int], object]
 
 PROMPT = "Water boils at a lower temperature in the mountains because"
 CONTEXTS = (128, 2048)
-CALIBRATION = (64, 256)
+CALIBRATION = (16, 1024)
 """Windows and tokens in each."""
 EVALUATION = (5, 2048)
 SECOND = 2

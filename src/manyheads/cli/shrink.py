@@ -50,7 +50,7 @@ def shrink(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted job.")] = False,
     prompt: Annotated[str | None, typer.Option(help="What every model's sample of text continues.")] = None,
     contexts: Annotated[str, typer.Option(help="Lengths of context at which decoding is timed, or none.")] = "128,2048",
-    calibrate: Annotated[str, typer.Option(metavar="NxT", help="Calibrate on N windows of T tokens.")] = "64x256",
+    calibrate: Annotated[str, typer.Option(metavar="NxT", help="Calibrate on N windows of T tokens.")] = "16x1024",
     evaluate: Annotated[str, typer.Option(metavar="NxT", help="Evaluate on N windows of T tokens.")] = "5x2048",
     stages: Annotated[
         bool, typer.Option("--stages", help="Also measure the loss after each stage of a conversion.")

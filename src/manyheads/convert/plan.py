@@ -115,12 +115,15 @@ def make_goal(text: str, to: Target, shape: Shape) -> Goal:
 
 
 def _turning(floats: int, shape: Shape) -> int:
-    """Rotary pairs of the shared key: a sixth of the cache turns, and what a latent as wide as the input leaves."""
+    """Rotary pairs of the shared key: a fifth to a quarter of the cache turns, the smaller the cache the more.
+
+    And what a latent as wide as the input leaves.
+    """
     every = shape.qk_width * shape.kv_heads // 2
     if floats >= shape.floats:
         return every
     spare = 0 if shape.dim is None else (floats - shape.dim) // 2
-    return min(max(1, round(floats / 12), spare), every)
+    return min(max(1, min(round(4 + floats / 12), floats // 8), spare), every)
 
 
 def check_uniform(specs: Sequence[Spec], shapes: Sequence[Shape]) -> Shape:

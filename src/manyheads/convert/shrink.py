@@ -66,7 +66,7 @@ class Calibration(NamedTuple):
 
 
 def stretched(count: int, length: int, limit: int, seed: int = 0) -> Tensor:
-    """Positions `[count, length]`; half of the windows get two jumps, log-uniform in size, and end below `limit`."""
+    """Positions `[count, length]`; half of the windows get two jumps each, uniform in size, and end below `limit`."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(length).repeat(count, 1)
     if limit <= length + 2:
@@ -75,8 +75,7 @@ def stretched(count: int, length: int, limit: int, seed: int = 0) -> Tensor:
         if not chosen:
             continue
         for cut in torch.randint(length // 16, length, (2,), generator=generator).tolist():
-            share = torch.rand((), generator=generator).item()
-            row[cut:] += int(((limit - length) / 2) ** share)
+            row[cut:] += int(torch.randint((limit - length) // 2, (), generator=generator))
     return positions
 
 
@@ -130,7 +129,7 @@ def shrink(
         bfloat16 = torch.cpu._is_avx512_bf16_supported()
     heal = replace(heal, bfloat16=bfloat16)
     limit = min(stretch, getattr(layers.config.base, "max_position_embeddings", stretch))
-    text = Calibration(tokens, stretched(*tokens.shape, limit, heal.seed), bfloat16)
+    text = Calibration(tokens, stretched(len(tokens), tokens.shape[1], limit, heal.seed), bfloat16)
     refuse(layers.config, goals)
     source = {"source": _digest(layers.embed(tokens)), "tokens": _digest(tokens)}
     _check_resume(work, {**source, "heal": asdict(heal), "stretch": limit, **(options or {})})
@@ -154,7 +153,7 @@ def _moves(goal: Goal, turning: tuple[tuple[int, int], ...]) -> list[ToMLA | ToG
     if goal.to in ("mla", "auto"):
         moves.append(ToMLA(goal.floats - 2 * len(turning), turning))
     if goal.to in ("gqa", "auto") and goal.kv_heads:
-        moves.append(ToGQA(goal.kv_heads))
+        moves += [ToGQA(goal.kv_heads), ToGQA(goal.kv_heads, "mean")]
     return moves
 
 

@@ -104,7 +104,9 @@ def windows(
     needed = count * length
     options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}  # longer than the model's context is fine
     tokens = tokenizer(text if spread else text[: _PLENTY * needed], **options).input_ids
-    if not spread and len(tokens) < 2 * needed and len(text) > _PLENTY * needed:  # the cut might show in the last tokens
+    if (
+        not spread and len(tokens) < 2 * needed and len(text) > _PLENTY * needed
+    ):  # the cut might show in the last tokens
         tokens = tokenizer(text, **options).input_ids
     if len(tokens) < needed:
         fits = [f"{len(tokens) // length} windows of {length}"] if len(tokens) >= length else []
@@ -122,7 +124,7 @@ class Texts:
     """Token windows that never overlap.
 
     Attributes:
-        calibration: `[64, 256]` by default, evenly over its side of the text.
+        calibration: `[16, 1024]` by default, evenly over its side of the text.
         evaluation: `[5, 2048]` by default, the first of its side.
     """
 
@@ -135,8 +137,8 @@ class Texts:
         tokenizer: PreTrainedTokenizerBase,
         text: str,
         *,
-        calibration_windows: int = 64,
-        calibration_length: int = 256,
+        calibration_windows: int = 16,
+        calibration_length: int = 1024,
         evaluation_windows: int = 5,
         evaluation_length: int = 2048,
         share: float = 0.8,

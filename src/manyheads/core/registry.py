@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
+from importlib import import_module
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from manyheads.core.part import STAGES, OptionError, Part
@@ -22,8 +23,10 @@ class Preset(Protocol):
     def parts(self) -> tuple[Part, ...]: ...
 
 
-_PRESETS: dict[str, Any] = {}
+LIBRARY = "manyheads.attention"
+"""Importing it registers the library's own parts; by name, since core knows no room above it."""
 
+_PRESETS: dict[str, Any] = {}
 _PARTS: dict[str, type[Part]] = {}
 
 
@@ -61,8 +64,7 @@ def find(name: str) -> type[Part]:
 
 def all_parts() -> dict[str, type[Part]]:
     """All parts, by stage and name."""
-    import manyheads.attention  # noqa: F401  (registers the parts of the library)
-
+    import_module(LIBRARY)
     ordered = sorted(_PARTS.values(), key=lambda part: (STAGES.index(part.stage), part.name))
     return {part.name: part for part in ordered}
 
