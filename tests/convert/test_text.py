@@ -100,13 +100,13 @@ def test_windows_options():
 def test_texts():
     text = default_text()
     texts = Texts.from_text(Bytes(), text)
-    assert texts.calibration.shape == (64, 256) and texts.evaluation.shape == (5, 2048)
+    assert texts.calibration.shape == (16, 1024) and texts.evaluation.shape == (5, 2048)
     assert texts.calibration[0, 0] == ord(text[0]) % 251
     assert texts.evaluation[0, 0] == ord(text[int(len(text) * 0.8)]) % 251
 
 
 def test_texts_say_which_side_is_short():
-    with pytest.raises(ValueError, match="calibration: the text has 8000 tokens, and 64 windows of 256 need 16384"):
+    with pytest.raises(ValueError, match="calibration: the text has 8000 tokens, and 16 windows of 1024 need 16384"):
         Texts.from_text(Bytes(), "x" * 10_000)
     with pytest.raises(ValueError, match="evaluation: the text has 5000 tokens, and 5 windows of 2048 need 10240"):
         Texts.from_text(Bytes(), "x" * 25_000)

@@ -72,6 +72,8 @@ class Attention(nn.Module):
             (self.late_transforms if late else self.early_transforms).append(piece)
         reads = self.project.rotate == "read" or any(piece.at == "read" for piece in self.late_transforms)
         self.rotate_at = "read" if reads else "write"
+        self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
+        self.splitting = [piece for piece in self._pieces() if type(piece).split is not Piece.split]
 
     def forward(
         self,
@@ -112,7 +114,7 @@ class Attention(nn.Module):
             bias = piece.bias(call.mask, flow)
             if bias is not None:
                 call = Call(q, k, v, call.mask, call.scale, bias)
-        o = self._attend(call, [*self._pieces()], flow).o
+        o = self._attend(call, self.splitting, flow).o
         o = self.project.undo(o, flow)
         for piece in self.late_transforms if self._after(flow) else ():
             o = piece.v_after(o, flow)
@@ -247,7 +249,7 @@ class Attention(nn.Module):
         return "absorbed" if queries <= self.project.absorb_below else "expanded"
 
     def _mask(self, flow: Flow, axis: Axis, mask: Tensor | Mask | None) -> Mask:
-        rules: list[Rule] = [rule for piece in self._pieces() for rule in piece.rules(flow)]
+        rules: list[Rule] = [rule for piece in self.ruling for rule in piece.rules(flow)]
         if isinstance(mask, Mask):
             rules = [*mask.rules, *rules]
         elif mask is not None and mask.ndim == 4:
@@ -301,7 +303,7 @@ class Attention(nn.Module):
         flow, lse = Flow(x, x, axis, axis, Links(), self.site.layer), False
         biased = any(type(piece).bias is not Position.bias for piece in cast(Sequence[Position], self.positions))
         call = Call(q, k, v, Mask(axis, axis), heads.scale, (lambda q, k: one) if biased else None)
-        for piece in self._pieces():
+        for piece in self.splitting:
             call, *more = piece.split(call, flow)
             lse = lse or (bool(more) and piece.joins_by_lse)
         return plan_call(call, self._program(flow), need_lse=lse, dropout=self.dropout if self.training else 0.0)
