@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 
 demo: $(STAMP)
 	rm -rf demo/smollm2
-	$(BIN)/manyheads shrink smollm2 --kv 50% --kv 25% --out demo/smollm2
+	$(BIN)/manyheads shrink smollm2 --kv 50% --kv 25% --heal 32 --evaluate 2x2048 --out demo/smollm2
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"

@@ -115,15 +115,16 @@ def make_goal(text: str, to: Target, shape: Shape) -> Goal:
 
 
 def _turning(floats: int, shape: Shape) -> int:
-    """Rotary pairs of the shared key: a fifth to a quarter of the cache turns, the smaller the cache the more.
+    """Rotary pairs of the shared key: five eighths of a head's frequencies, and at most 5/12 of the cache.
 
-    And what a latent as wide as the input leaves.
+    Fewer lose the slow pairs, by which far keys are told apart: a converted model then fails beyond its calibration's
+    windows. A latent as wide as the input leaves more.
     """
     every = shape.qk_width * shape.kv_heads // 2
     if floats >= shape.floats:
         return every
     spare = 0 if shape.dim is None else (floats - shape.dim) // 2
-    return min(max(1, min(round(4 + floats / 12), floats // 8), spare), every)
+    return min(max(1, min(shape.qk_width * 5 // 16, floats * 5 // 24), spare), every)
 
 
 def check_uniform(specs: Sequence[Spec], shapes: Sequence[Shape]) -> Shape:
