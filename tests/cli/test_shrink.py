@@ -243,7 +243,7 @@ def test_a_model_without_a_tokenizer(copy):
 def test_text_shorter_than_the_calibration_needs(copy):
     (copy.parent / "short.txt").write_text("too short " * 10)
     line = judged(copy, "--text", str(copy.parent / "short.txt"))
-    assert "calibration: the text has 80 tokens, and 64 windows of 256 need 16384" in line
+    assert "calibration: the text has 80 tokens, and 16 windows of 512 need 8192" in line
 
 
 def test_an_out_folder_that_exists(tiny, tmp_path, nothing_loaded):
