@@ -231,10 +231,12 @@ def convert(
         with layers.open(index) as layer:
             seen = run(layer, config, source, text.positions, bfloat16=text.bfloat16)
             stream = seen.before + seen.y
-            given = run(layer, config, ours, text.positions, bfloat16=text.bfloat16).x
+            given = run(layer, config, ours, text.positions, bfloat16=text.bfloat16)
             stats, felt = surveyed(work / "survey", index)
-            problem = (given, stream - ours, stream, felt, text.positions)
-            fitted, before = _best(moves, attention_of(layer, config), stats, heal, problem)
+            problem = (given.x, stream - ours, stream, felt, text.positions)
+            own = (given.x, given.y, stream, felt, text.positions)
+            fitted = _best(moves, attention_of(layer, config), stats, heal, own)
+            before = heal.error(fitted, *problem)
             after = heal(fitted, *problem)
             put_attention(layer, config, fitted)
             ours = run(layer, config, ours, text.positions, record=False, bfloat16=text.bfloat16).after
@@ -247,11 +249,11 @@ def convert(
 
 
 def _best(
-    moves: Sequence[ToMLA | ToGQA], attention: SeamAttention, stats: AttentionStats, heal: LayerwiseHeal, problem: Any
-) -> tuple[SeamAttention, float]:
-    """The move that does the least damage to this layer."""
+    moves: Sequence[ToMLA | ToGQA], attention: SeamAttention, stats: AttentionStats, heal: LayerwiseHeal, own: Any
+) -> SeamAttention:
+    """The move that does the least damage to this layer; `own` is the problem of doing what the layer itself does."""
     fits = [move(attention, stats) for move in moves if move.refusal(attention.spec) is None]
-    return min(((fit, heal.error(fit, *problem)) for fit in fits), key=lambda pair: pair[1])
+    return fits[0] if len(fits) == 1 else min(fits, key=lambda fit: heal.error(fit, *own))
 
 
 class _Done:
