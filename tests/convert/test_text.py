@@ -110,5 +110,5 @@ def test_texts_say_which_side_is_short():
         Texts.from_text(Bytes(), "x" * 10_000)
     with pytest.raises(ValueError, match="evaluation: the text has 5000 tokens, and 5 windows of 2048 need 10240"):
         Texts.from_text(Bytes(), "x" * 25_000)
-    small = Texts.from_text(Bytes(), "x" * 1000, calibration_windows=2, evaluation_length=40)
+    small = Texts.from_text(Bytes(), "x" * 1000, calibration_windows=2, calibration_length=256, evaluation_length=40)
     assert small.calibration.shape == (2, 256) and small.evaluation.shape == (5, 40)

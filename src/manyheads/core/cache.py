@@ -144,7 +144,7 @@ class Slots:
         slot = torch.where(valid, position // self.stride, -1)
         newest = valid.clone()
         newest[:, :-1] &= slot[:, 1:] != slot[:, :-1]
-        self.count = max(self.count, int(slot.max()) + 1)
+        self.count = max(self.count, int(slot.max()) + 1, 1)
         self._put("rows", new, 2, slot, newest, 0)
         self._put("position", position, 1, slot, newest, -1)
         self._put("time", time, 1, slot, newest, -1)

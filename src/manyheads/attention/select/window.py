@@ -42,10 +42,6 @@ class Window(Part):
         return self.size if isinstance(self.size, tuple) else (self.size,)
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"self"})
-
-    @property
     def breaks(self) -> frozenset[str]:
         return frozenset({"alike heads"} if len(self.sizes) > 1 else ())
 
