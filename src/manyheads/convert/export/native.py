@@ -9,8 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from manyheads.convert.export.atomic import new_folder
-from manyheads.convert.export.reload import compare_reloaded, quiet
+from manyheads.convert.export.reload import compare_reloaded
 from manyheads.convert.export.report import ExportReport
+from manyheads.convert.quiet import quiet
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manyheads.convert.export.report import ExportError
+from manyheads.convert.quiet import quiet
 
 LARGEST_DIFFERENCE = 1e-3
 """Of logits, where the model and the file are float32."""
@@ -68,18 +66,3 @@ def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
         return model(tokens, use_cache=False).logits.double()
     finally:
         model.train(training)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Loading and saving draw progress bars, which belong to nobody here."""
-    log = transformers.utils.logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if bars:
-            log.enable_progress_bar()
