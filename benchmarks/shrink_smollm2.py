@@ -23,11 +23,13 @@ TO_REACH = {384: "10.04", 192: "≤ 12.5 (stretch 11.3)", 96: "≤ 19 (stretch 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kv", action="append", help="budgets, default 50%% and 25%%")
+    parser.add_argument("--models", type=Path, help="a new folder for the converted models, default a temporary one")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "shrink_smollm2.md")
     options = parser.parse_args()
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
-        result = shrink_model("smollm2", options.kv or ["50%", "25%"], out=Path(folder) / "job", contexts=())
+        out = options.models or Path(folder) / "job"
+        result = shrink_model("smollm2", options.kv or ["50%", "25%"], out=out, contexts=())
     text, seconds = result["text"], result["seconds"]
     lines = [
         "# SmolLM2-135M, converted and healed layer by layer",

@@ -64,6 +64,12 @@ def brute(call):
     return o, lse.masked_fill(empty, -torch.inf)[..., 0]
 
 
+def test_thin_rows_against_wide_values():
+    for each in (1, 2, 3, 4):
+        call = make_call(2 * each, 2, 1, "none", s=9, v=72)
+        torch.testing.assert_close(attend(call, kernel="grouped").o, brute(call)[0], atol=1e-9, rtol=1e-9)
+
+
 def lse_of(name):
     return name not in ("sdpa",)
 

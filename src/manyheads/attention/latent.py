@@ -101,17 +101,23 @@ class LatentProject(Project):
         assert flow.rows is not None
         rows, axis = flow.rows["latent"], flow.rows.axis
         if flow.view == "absorbed":
-            q = torch.cat([q[..., : self.nope] @ self._up()[0], q[..., self.nope :]], -1)
+            q = torch.cat([_per_head(q[..., : self.nope], self._up()[0]), q[..., self.nope :]], -1)
             return q, rows, rows[..., : self.rank], axis
         c, k_rope = rows[:, 0].split([self.rank, self.rope], -1)
         k, v = self.kv_b_proj(c).unflatten(-1, (self.heads, -1)).transpose(1, 2).split([self.nope, self.v], -1)
         return q, torch.cat([k, k_rope[:, None].expand(-1, self.heads, -1, -1)], -1), v, axis
 
     def undo(self, o: Tensor, flow: Flow) -> Tensor:
-        return o @ self._up()[1].transpose(-1, -2) if flow.view == "absorbed" else o
+        return _per_head(o, self._up()[1].transpose(-1, -2)) if flow.view == "absorbed" else o
 
     def output(self, o: Tensor) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[B, H, T, a]` times weight `[H, a, b]`; a broadcast product would copy the weight for every sequence."""
+    batch, _, t, _ = x.shape
+    return (x.transpose(0, 1).flatten(1, 2) @ weight).unflatten(1, (batch, t)).transpose(0, 1)
 
 
 def latent_widths(

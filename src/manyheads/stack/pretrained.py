@@ -16,6 +16,7 @@ from transformers.utils import can_return_tuple
 from manyheads.attention import Attention
 from manyheads.core.cache import Cache
 from manyheads.core.flow import Links
+from manyheads.core.linear import quicken
 from manyheads.core.spec import Spec
 from manyheads.stack.bodies import build_body
 from manyheads.stack.config import ManyheadsConfig
@@ -62,6 +63,7 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
         tied = getattr(model, "_tied_weights_keys", None) or {}
         self._tied_weights_keys = {f"model.{key}": f"model.{value}" for key, value in dict(tied).items()}
         self._no_split_modules = model._no_split_modules
+        quicken(self)
 
     @property
     def attentions(self) -> list[Attention]:
