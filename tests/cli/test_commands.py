@@ -242,3 +242,22 @@ def test_list_explains_one_part():
     assert "rope (position, arXiv 2104.09864)" in ran.out and "interleaved" in ran.out
     assert run("list", "gda").code == 0
     assert "no part 'ropee'; did you mean rope" in refused("list", "ropee")
+
+
+def test_list_shows_which_parts_go_together():
+    ran = run("list", "--pairs", "--json")
+    legal = {(each["first"], each["second"]): each["legal"] for each in ran.json}
+    assert legal["gqa", "kha"] and not legal["gqa", "mla"] and legal["kha", "qk-norm"] and legal["qk-norm", "kha"]
+    assert all(each["legal"] or each["why"] for each in ran.json)
+    assert max(map(len, ran.out.splitlines()[:-1])) <= 80
+    rows = {line.split()[1]: line.split()[2] for line in ran.out.splitlines() if len(line.split()) == 3}
+    names = [*all_parts()]
+    assert rows["mla"][names.index("kha")] == rows["kha"][names.index("mla")] == "+"
+    assert rows["rope"][names.index("alibi")] == "."
+
+
+def test_list_says_why_two_parts_exclude_each_other():
+    said = " ".join(run("list", "qk-norm", "--pairs").out.split())
+    assert "qk-norm goes with gqa, mfa, mla" in said
+    assert "mtla + qk-norm: 'qk-norm' needs 'head keys'" in said and "nearest legal" in said
+    assert "no part 'kah'; did you mean kha" in refused("list", "kah", "--pairs")

@@ -7,12 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from manyheads.cli.output import Debug, Json, command, finish, table
+from manyheads.cli.output import Debug, Json, command, finish, table, wrapped
 
 
 @command
 def list_parts(
     part: Annotated[str | None, typer.Argument(metavar="[PART]", help="Show what this part does.")] = None,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Show which parts go together (with PART: and why not).")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -20,6 +23,9 @@ def list_parts(
     from manyheads.core.registry import all_parts, all_presets, find
 
     presets = all_presets()
+    if pairs:
+        _pairs(None if part is None else find(part).name, as_json)
+        return
     if part is not None:
         kind = presets.get(part) or find(part)
         entry: dict[str, Any] = _entry(kind) | {"doc": inspect.getdoc(kind) or ""}
@@ -39,6 +45,52 @@ def list_parts(
     rows = [["", *row[1:]] if repeated else row for row, repeated in zip(rows, repeats, strict=True)]
     table(["stage", "part", "paper", "options"], rows, left=4)
     finish(entries, as_json)
+
+
+def _pairs(part: str | None, as_json: bool) -> None:
+    """The matrix of legal pairs, or the partners of one part; the same judgement that a spec gets when it is built."""
+    from manyheads.core.part import Site
+    from manyheads.core.registry import all_parts
+    from manyheads.testing import matrix
+
+    decoder, encoder = matrix(), matrix(Site(causal=False))
+    names = list(all_parts())
+    marks = {pair: "+" if why is None else "o" if encoder[pair] is None else "." for pair, why in decoder.items()}
+
+    def mark(row: str, column: str) -> str:
+        return max((marks.get(pair, "") for pair in ((row, column), (column, row))), key=" .o+".find)
+
+    if part is None:
+        width = max(map(len, names))
+        for digits in zip(*(f"{index:2}" for index in range(1, len(names) + 1)), strict=True):
+            typer.echo(" " * (width + 4) + "".join(digits))
+        for index, name in enumerate(names, 1):
+            typer.echo(f"{index:2} {name:{width}} " + "".join(mark(name, other) for other in names))
+        wrapped(
+            "+ make a layer; o only where every token sees all others; . exclude each other (list PART --pairs: why)"
+        )
+    else:
+        goes = [other for other in names if mark(part, other) == "+"]
+        wrapped(f"{part} goes with {', '.join(goes) or 'no other part'}")
+        for (first, second), why in decoder.items():
+            if part in (first, second) and why is not None:
+                wrapped(
+                    f"{first} + {second}: {why}" + (" (legal in an encoder)" * (encoder[first, second] is None)), "  "
+                )
+    finish(
+        [
+            {
+                "first": first,
+                "second": second,
+                "legal": why is None,
+                "encoder": encoder[first, second] is None,
+                "why": why,
+            }
+            for (first, second), why in decoder.items()
+            if part in (None, first, second)
+        ],
+        as_json,
+    )
 
 
 def _entry(kind: Any) -> dict[str, Any]:

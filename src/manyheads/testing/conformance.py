@@ -423,6 +423,16 @@ def legal_pairs() -> list[str]:
     return list(found)
 
 
+def matrix(site: Site = ALONE) -> dict[tuple[str, str], str | None]:
+    """For each two parts in a spec's order (both orders within a stage): None where they make a layer, or why not."""
+    table: dict[tuple[str, str], str | None] = {}
+    for pairs in _pairs():
+        errors = [refusal(pair, site=site) for pair in pairs]
+        first, second = pairs[0]
+        table[first.name, second.name] = None if None in errors else str(errors[0])
+    return table
+
+
 def illegal_pairs() -> list[tuple[Part, Part, SpecError]]:
     """Every pair of samples whose facts exclude each other, with what is said to the user."""
     judged = ((*pair, refusal(pair)) for pairs in _pairs() for pair in pairs)
