@@ -234,6 +234,7 @@ class Mix:
 def solve_tiled(call, monkeypatch, rows, **options):
     batch, heads, _, s = (*call.q.shape[:3], call.k.shape[2])
     monkeypatch.setattr(module_of_tiled, "TILE_BYTES", rows * batch * heads * s * call.q.element_size())
+    monkeypatch.setattr(module_of_tiled, "KEPT_BYTES", 0)
     return tiled_kernel(call, **options)
 
 
@@ -270,8 +271,27 @@ def test_tiles_bound_the_memory(monkeypatch):
     assert seen.numbers <= 2 * 4 * 4 * t + 2 * 4 * t * 6
     monkeypatch.undo()
     with Largest() as seen:
-        tiled_kernel(call).o.sum().backward()
+        tiled_kernel(replace(call, mask=Mask(Axis(t, 0), Axis(t, 0), ()))).o.sum().backward()
     assert seen.numbers >= 2 * 4 * t * t
+
+
+def test_tiles_of_a_causal_call_hold_the_keys_within_reach(monkeypatch):
+    """Of a triangle, little more than half is computed; a later start and a window of keys are counted from it."""
+    t, widths = 512, []
+
+    class Widths(Mix):
+        def before(self, scores, visible, rows):
+            widths.append(scores.shape[-1])
+            return scores
+
+    call = make_call(2, 1, t, "causal", dtype=torch.float32)
+    tiled_kernel(call, [Widths()])
+    assert widths == list(range(64, 513, 64))
+    assert call.mask.reach(slice(5, 9)) == 9 and call.mask.sees_some
+    later = Mask(Axis(3, 7), Axis(10, 0))
+    assert [later.reach(slice(0, n)) for n in (1, 2, 3)] == [8, 9, 10] and later.sees_some
+    assert Mask(Axis(3, 0), Axis(10, 1)).reach(slice(0, 1)) == 0 and not Mask(Axis(3, 0), Axis(10, 1)).sees_some
+    assert Mask(Axis(3, 0), Axis(10, 0), ()).reach(slice(0, 1)) == 10
 
 
 def test_softcap():

@@ -201,6 +201,21 @@ class Mask:
         aligned = self.q.start is not None and self.q.start == self.k.start and self.q.length == self.k.length
         return aligned and self.rules == (causal,) and self.q.whole and self.k.whole
 
+    @property
+    def sees_some(self) -> bool:
+        """Every query sees a key, known without looking at data."""
+        if not (self.q.whole and self.k.whole and self.k.length):
+            return False
+        q, k = self.q.start, self.k.start
+        return len(self.rules) == 0 or (self.rules == (causal,) and q is not None and k is not None and k <= q)
+
+    def reach(self, rows: slice) -> int:
+        """How many of the first keys hold all that these query rows may see, known without looking at data."""
+        q, k = self.q.start, self.k.start
+        if causal not in self.rules or q is None or k is None:
+            return self.k.length
+        return max(0, min(self.k.length, q + rows.stop - k))
+
     def tile(self, q: slice = slice(None), k: slice = slice(None)) -> Tensor:
         """The mask of some query rows and some keys, bool `[B or 1, H or 1, t, s]`."""
         rows, keys = self.q[q], self.k[k]

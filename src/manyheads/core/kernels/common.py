@@ -35,13 +35,13 @@ def equal_widths(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return pad(call.q), pad(call.k), pad(call.v)
 
 
-def masked_softmax(scores: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax over visible keys, in float32 or wider; zero rows where nothing is visible."""
+def masked_softmax(scores: Tensor, visible: Tensor | None, *, sees_some: bool = False) -> Tensor:
+    """Softmax over visible keys, in float32 or wider; zero rows where nothing is visible (sees_some: no such row)."""
     wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
     if visible is None:
         return scores.softmax(-1, dtype=wide).to(scores.dtype)
     weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1, dtype=wide).to(scores.dtype)
-    return weights.masked_fill(~visible, 0.0)
+    return weights if sees_some else weights.masked_fill(~visible, 0.0)
 
 
 def masked_lse(scores: Tensor, visible: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
-"""The explicit path: scores in tiles of query rows, so that no [B, H, T, S] tensor exists, not even for the gradient.
+"""The explicit path: scores in tiles of query rows, so that no large [B, H, T, S] tensor exists, nor for the gradient.
 
-This is where score programs run. With more than one tile under autograd, each tile is recomputed in backward.
+This is where score programs run. A tile holds the keys that its rows can reach, half of them on average where a mask is
+causal. Where all tiles together are large, each is recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from manyheads.core.kernels.common import masked_lse, masked_softmax
 
 TILE_BYTES = 64 * 2**20
 """Upper bound on one tile of scores."""
+KEPT_BYTES = 4 * TILE_BYTES
+"""Scores of a call up to which tiles are kept for the backward pass."""
+FEWEST_ROWS = 64
+"""Rows of a tile below which a causal call is cut no finer (an eighth of the queries otherwise)."""
 
 
 def tiled(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = False, dropout: float = 0.0) -> Out:
     batch, heads, t, _ = call.q.shape
     s = call.k.shape[2]
-    rows = max(1, min(t, TILE_BYTES // max(1, batch * heads * s * call.q.element_size())))
+    row_bytes = max(1, batch * heads * s * call.q.element_size())
+    rows = max(1, min(t, TILE_BYTES // row_bytes))
+    if call.mask.reach(slice(0, 1)) < s:
+        rows = min(rows, max(FEWEST_ROWS, -(-t // 8)))
+    recompute = t * row_bytes > KEPT_BYTES and rows < t and torch.is_grad_enabled()
     each = heads // call.k.shape[1]
     k, v = (x if each == 1 else x.repeat_interleave(each, 1) for x in (call.k, call.v))
     halo = max([0, *(p.halo for p in program)])
@@ -30,7 +39,7 @@ def tiled(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = 
     for first in range(0, t, rows):
         cut = slice(first, min(first + rows, t))
         args = (call, program, k, v, cut, halo, need_lse, dropout)
-        if rows < t and torch.is_grad_enabled():
+        if recompute:
             tiles.append(checkpoint(_tile, *args, use_reentrant=False))
         else:
             tiles.append(_tile(*args))
@@ -44,20 +53,21 @@ def _tile(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     rows = slice(max(0, cut.start - halo), cut.stop)
     own = slice(cut.start - rows.start, None)
-    q = call.q[:, :, rows]
+    keys = slice(0, call.mask.reach(cut))
+    q, k, v = call.q[:, :, rows], k[:, :, keys], v[:, :, keys]
     scores = next((x for p in program if (x := p.scores(q, k, call.scale)) is not None), None)
     if scores is None:
         scores = (q * call.scale) @ k.transpose(-1, -2)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    visible = call.mask.tile(rows)
+    visible = call.mask.tile(rows, keys)
     for p in program:
         scores = p.before(scores, visible, rows)
     if call.bias is not None:
-        scores = scores + call.bias(rows, slice(None))
+        scores = scores + call.bias(rows, keys)
     weights = next((x for p in program if (x := p.normalise(scores, visible)) is not None), None)
     if weights is None:
-        weights = masked_softmax(scores, visible)
+        weights = masked_softmax(scores, visible, sees_some=call.mask.sees_some)
     for p in program:
         weights = p.after(weights, visible, rows)
     if dropout:
