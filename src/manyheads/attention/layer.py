@@ -101,7 +101,7 @@ class Attention(nn.Module):
         """
         flow = self._flow(x, positions, mask, cache, context, links)
         q = self.project.queries(flow)
-        flow.memo["queries"] = q
+        flow.memo.setdefault("queries", q)
         for piece in self.early_transforms:
             q = self._edit(q, piece.on_q, flow)
         if self.rotate_at == "write":
@@ -224,6 +224,8 @@ class Attention(nn.Module):
         """q, k, v as the kernel takes them, after transforms and rotation on the reading side."""
         for piece in self.late_transforms:
             q = self._edit(q, piece.on_q, flow)
+        for piece in cast(Sequence[Position], self.positions):
+            q = piece.on_q(q, flow)
         if flow.view == "absorbed":
             for piece in reversed(self.late_transforms):
                 q = self._edit(q, piece.k_adjoint, flow)
@@ -300,7 +302,7 @@ class Attention(nn.Module):
                 (groups, queries, heads.v_width), (queries, self.dim),
             )
         )  # fmt: skip
-        flow, lse = Flow(x, x, axis, axis, Links(), self.site.layer), False
+        flow, lse = Flow(x, x, axis, axis, Links(), self.site.layer, memo={"queries": q}), False
         biased = any(type(piece).bias is not Position.bias for piece in cast(Sequence[Position], self.positions))
         call = Call(q, k, v, Mask(axis, axis), heads.scale, (lambda q, k: one) if biased else None)
         for piece in self.splitting:

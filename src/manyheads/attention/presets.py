@@ -31,3 +31,26 @@ class GDA:
             f"differential(ratio={self.ratio}, offset={self.offset}) + "
             f"head_norm(scale=differential, offset={self.offset})"
         ).parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class RCMHA:
+    """Relative convolutional multi-head attention: `conv` on queries, keys and values, and `relative` positions.
+
+    Options: as in its parts. Without `conv` it is the authors' RMHA, without `relative` (and no rotation) their MDHA.
+    The authors' W_V and W_O have a bias.
+
+    Source: arXiv 2308.03429.
+    """
+
+    name: ClassVar[str] = "rcmha"
+    paper: ClassVar[str] = "arXiv 2308.03429"
+
+    taps: int = 3
+    per_head: bool = False
+    context: int = 4096
+
+    def parts(self) -> tuple[Part, ...]:
+        line = f"conv(taps={self.taps}, per_head={str(self.per_head).lower()}) + relative(context={self.context})"
+        return Spec.parse(line).parts

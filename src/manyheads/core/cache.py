@@ -224,12 +224,12 @@ class SiteStore(CacheLayerMixin):
     def why_not_croppable(self, tokens: int = 0) -> str | None:
         if self.fixed:
             return None
+        if self.state:
+            return f"the state {next(iter(self.state))!r} keeps no history"
         if tokens > self.length:
             return f"it has seen {self.length}"
         if self.slots:
             return f"{next(iter(self.slots))!r} merges tokens into slots in place"
-        if self.state:
-            return f"the state {next(iter(self.state))!r} keeps no history"
         if any(growing.before(tokens) is None for growing in self.growing.values()):
             return f"a window keeps {SLACK} rows more than it sees, no older ones"
         return None
@@ -353,7 +353,7 @@ class Cache(transformers.Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         tokens = abs(tokens_to_remove)
-        whys = (layer.why_not_croppable(tokens) for layer in self.layers if layer.length)
+        whys = (layer.why_not_croppable(tokens) for layer in self.layers if layer.length or layer.state)
         for why in filter(None, whys):  # before any site has changed
             raise ValueError(f"this cache cannot go back {tokens} tokens: {why}")
         for layer in self.layers:

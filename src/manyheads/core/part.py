@@ -27,6 +27,7 @@ FACTS = {
     "causal": "a query sees no later token",
     "self": "keys come from the same sequence as queries",
     "head keys": "each head's keys and values exist as rows, not only as a latent",
+    "cached heads": "keys and values of heads, as they stand at this point, are what is cached",
     "token keys": "a key row is one token, written once",
     "one map": "a head has one attention map",
     "alike heads": "masks and biases are the same for every head",
@@ -85,7 +86,7 @@ class Site(NamedTuple):
     @property
     def facts(self) -> frozenset[str]:
         return frozenset(
-            {"token keys", "one map", "alike heads", "softmax"}
+            {"cached heads", "token keys", "one map", "alike heads", "softmax"}
             | ({"causal"} if self.causal else set())
             | (set() if self.cross else {"self"})
         )
@@ -223,7 +224,11 @@ class Transform(Piece):
 
 
 class Position(Piece):
-    """How positions enter: by turning channels of q and k, or as a bias on the scores."""
+    """How positions enter: by turning channels of q and k, by a term added to q, or as a bias on the scores."""
+
+    def on_q(self, q: Tensor, flow: Flow) -> Tensor:
+        """Queries as they meet the keys of their heads, all channels `[B, H, T, E]` (before an absorbed view)."""
+        return q
 
     def turn(self, x: Tensor, axis: Axis) -> Tensor:
         """Rotate the rotary channels of queries or keys, `[B, heads, N, rotary width]`."""

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from manyheads.core.cost import Cost
-from manyheads.core.part import FACTS, STAGES, Heads, OptionError, Part, Site
+from manyheads.core.part import FACTS, NONE, STAGES, Heads, OptionError, Part, Site
 from manyheads.core.registry import all_presets, find
 
 
@@ -74,8 +74,9 @@ class Spec:
                 )
             if part.slot is not None:
                 taken[part.slot] = part
-            broken.update(dict.fromkeys(part.breaks & facts, part))
-            facts = (facts - part.breaks) | part.gives
+            breaks = part.breaks | ({"cached heads"} if part.at == "read" else NONE)
+            broken.update(dict.fromkeys(breaks & facts, part))
+            facts = (facts - breaks) | part.gives
         if sum(part.stage == "project" for part in self.parts) != 1:
             names = [part.name for part in self.parts if part.stage == "project"]
             raise SpecError(f"a spec has one projection, this one has {names or 'none'}")

@@ -51,6 +51,10 @@ class MFA(Part):
         return frozenset() if self.key_reuse else frozenset({"head keys"})
 
     @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"cached heads"} if self.key_reuse else ())
+
+    @property
     def hint(self) -> dict[str, str]:
         return {"gives head keys": "mfa(key_reuse=false)"}
 

@@ -60,6 +60,10 @@ class MLA(Part):
         return frozenset({"head keys"} if self.view == "expanded" else ())
 
     @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"cached heads"})
+
+    @property
     def hint(self) -> dict[str, str]:
         return {"gives head keys": "mla(view=expanded)"}
 

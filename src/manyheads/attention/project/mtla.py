@@ -52,7 +52,7 @@ class MTLA(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"token keys"})
+        return frozenset({"cached heads", "token keys"})
 
     @property
     def hint(self) -> dict[str, str]:
