@@ -93,6 +93,7 @@ SERVED = {
     "all biases": (partial(adopted, attention_bias=True, rms_norm_eps=1e-5), (32, 32), False),
     "half the channels turn": (partial(latent, "gqa(kv_heads=2) + rope(fraction=0.5)"), (48, 16), False),
     "interleaved": (partial(latent, "gqa(kv_heads=1) + rope(interleaved)"), (16, 16), True),
+    "values of another width": (partial(latent, "gqa(kv_heads=2, v_dim=10)"), (20, 32), False),
     "un-normed": (partial(latent, mla()), (24, 8), False),
     "un-normed, every second pair": (partial(latent, mla(pairs="[0, 2, 4, 6]")), (24, 8), True),
     "un-normed, first pairs, eps 1e-5": (

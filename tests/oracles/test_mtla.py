@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.oracles.reference import HEADS, batch, close, decoded, differ, heads_of, join, make, rope, twin, weights
 
-from manyheads import Attention, Cache
+from manyheads import Attention, Cache, OptionError, Spec, SpecError
 
 R, ROPE, NOPE, V = 12, 4, 6, 5
 SIZES = f"rank={R}, rope_dim={ROPE}, nope_dim={NOPE}, v_dim={V}"
@@ -43,7 +43,7 @@ def test_written_out(stride):
     q = heads_of(p.q_proj(x), HEADS)
     q, k = torch.cat([q[..., :NOPE], rope(q[..., NOPE:])], -1), torch.cat([up[..., :NOPE], k_rope], -1)
     mask = (at[:, None] == at) | ((at[:, None] >= at) & ((at + 1) % stride == 0))
-    close(layer(x), join(weights(q, k, 10**-0.5, mask) @ up[..., NOPE:], p.o_proj), 1e-6)  # places are float32
+    close(layer(x), join(weights(q, k, 10**-0.5, mask) @ up[..., NOPE:], p.o_proj))
 
 
 @pytest.mark.parametrize("q_rank", [0, 7])
@@ -74,7 +74,7 @@ def test_stride_one_with_gates_scales_the_latents():
     mla = as_mla(layer)
     latent = mla.project.latent
     mla.project.latent = lambda flow: (latent(flow)[0] * gates(layer, flow.x, 1), latent(flow)[1])
-    close(mla(x), layer(x), 1e-6)
+    close(mla(x), layer(x))
 
 
 def test_no_later_token_reaches_a_query():
@@ -97,7 +97,7 @@ def test_one_slot_leaves_queries_no_choice():
     layer, x = make(spec(TOKENS)), batch(TOKENS)
     merged = (gates(layer, x, TOKENS) * normed(layer, x)).cumsum(1)
     v = heads_of(layer.project.kv_b_proj(merged), HEADS)[..., NOPE:]
-    close(layer(x), join(v, layer.project.o_proj), 1e-6)
+    close(layer(x), join(v, layer.project.o_proj))
     other = twin(layer, spec(TOKENS), project__q_proj__weight=torch.randn_like(layer.project.q_proj.weight))
     close(other(x), layer(x))
 
@@ -113,13 +113,52 @@ def test_gates_lie_between_zero_and_one_and_closed_maps_give_half_sums():
     close(slots, (4 / 2) * normed(layer, x[:, :1]).expand(-1, 2, -1))
 
 
-def test_expanded_equals_absorbed():
-    layer, x = make(spec(3)), batch(TOKENS)
-    results = []
-    for below in (0, TOKENS):
-        layer.project.absorb_below = below
-        results.append(layer(x))
-    close(*results)
+@pytest.mark.parametrize("stride", [1, 3])
+def test_expanded_equals_absorbed(stride):
+    expanded, x = make(spec(stride, ", view=expanded")), batch(TOKENS)
+    absorbed = twin(expanded, spec(stride, ", view=absorbed"))
+    close(absorbed(x), expanded(x))
+    close(decoded(absorbed, x, 4), decoded(expanded, x, 3))
+
+
+def test_keys_of_slots_can_be_normed_where_they_are_formed():
+    """Expanded, merged keys exist: what is not linear acts on them as they are read."""
+    layer, x = make(spec(3, ", view=expanded") + " + qk-norm"), batch(TOKENS)
+    for block in (1, 4):
+        close(decoded(layer, x, block), layer(x))
+    with pytest.raises(SpecError, match=r"'qk-norm' needs 'head keys'.*mtla\(view=expanded\)"):
+        Attention("mtla + qk-norm", 24, HEADS)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("mtla(stride=0)", "stride=0 tokens a slot; at least 1"),
+        ("mtla(rank=3)", "rank=3 leaves the gate's maps no width; at least 4"),
+        ("mtla(rope_dim=3)", "rope_dim=3 does not pair up"),
+    ],
+)
+def test_numbers_that_do_not_fit(line, said):
+    with pytest.raises(OptionError, match=f"mtla: {said}"):
+        Attention(line, 24, HEADS)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_slots_outlive_a_window_and_rows_do_not(stride):
+    """A slot is kept for all; with one token a slot the cache drops what no later query sees."""
+    layer, x, cache = make(spec(stride) + " + window(3)"), batch(12, size=1), Cache()
+    close(decoded(layer, x, 1, cache), layer(x))
+    assert cache.bytes() == layer.spec.cost(24, HEADS).cache_bytes(12, 8)
+    assert cache.bytes() == (R + ROPE) * 8 * (2 if stride == 1 else 12 // stride)
+
+
+def test_slots_cost_attention_by_the_stride():
+    """Amortised: (r + d_r)/s numbers a token and 1/s of MLA's scores; the gate's two maps r → r/4 have biases."""
+    mla = Spec.parse(f"mla({SIZES})").cost(24, HEADS)
+    for stride in (1, 2, 4):
+        cost = Spec.parse(spec(stride)).cost(24, HEADS)
+        assert cost.cache_floats * stride == R + ROPE and cost.pair_flops * stride == mla.pair_flops
+        assert cost.parameters == mla.parameters + R + 2 * (R * (R // 4) + R // 4)
 
 
 def test_padding_shifts_no_chunk():

@@ -17,16 +17,20 @@ from manyheads.core.part import Heads, OptionError, Project, Site
 
 
 class RMSNorm(nn.Module):
-    """g ∘ x / rms(x) in float32, returned in x's dtype; `scale` multiplies on top."""
+    """g ∘ x / rms(x) in float32, returned in x's dtype; `scale` multiplies on top.
 
-    def __init__(self, width: int, eps: float, scale: float = 1.0) -> None:
+    blocks: as many equal cuts of the channels, each with an rms of its own.
+    """
+
+    def __init__(self, width: int, eps: float, scale: float = 1.0, blocks: int = 1) -> None:
         super().__init__()
-        self.eps, self.scale = eps, scale
+        self.eps, self.scale, self.blocks = eps, scale, blocks
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return (F.rms_norm(x.to(wide), x.shape[-1:], eps=self.eps) * (self.weight * self.scale)).to(x.dtype)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.blocks, -1))
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps).flatten(-2)
+        return (normed * (self.weight * self.scale)).to(x.dtype)
 
 
 class LatentProject(Project):
@@ -47,9 +51,7 @@ class LatentProject(Project):
         super().__init__()
         self.heads, self.rank, self.nope, self.rope, self.v = heads.q, rank, nope, rope, heads.v_width
         self.views = views
-        self.absorb_below = (
-            rank * (nope + self.v) // max(1, 2 * rank - nope - self.v) if 2 * rank > nope + self.v else (2**31)
-        )
+        self.absorb_below = absorb_below(rank, nope, self.v)
         self._turns = heads.rotary
         source = site.context_dim or heads.dim
         q_width = heads.q * (nope + rope)
@@ -101,23 +103,28 @@ class LatentProject(Project):
         assert flow.rows is not None
         rows, axis = flow.rows["latent"], flow.rows.axis
         if flow.view == "absorbed":
-            q = torch.cat([_per_head(q[..., : self.nope], self._up()[0]), q[..., self.nope :]], -1)
+            q = torch.cat([per_head(q[..., : self.nope], self._up()[0]), q[..., self.nope :]], -1)
             return q, rows, rows[..., : self.rank], axis
         c, k_rope = rows[:, 0].split([self.rank, self.rope], -1)
         k, v = self.kv_b_proj(c).unflatten(-1, (self.heads, -1)).transpose(1, 2).split([self.nope, self.v], -1)
         return q, torch.cat([k, k_rope[:, None].expand(-1, self.heads, -1, -1)], -1), v, axis
 
     def undo(self, o: Tensor, flow: Flow) -> Tensor:
-        return _per_head(o, self._up()[1].transpose(-1, -2)) if flow.view == "absorbed" else o
+        return per_head(o, self._up()[1].transpose(-1, -2)) if flow.view == "absorbed" else o
 
     def output(self, o: Tensor) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
 
-def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+def per_head(x: Tensor, weight: Tensor) -> Tensor:
     """x `[B, H, T, a]` times weight `[H, a, b]`; a broadcast product would copy the weight for every sequence."""
     batch, _, t, _ = x.shape
     return (x.transpose(0, 1).flatten(1, 2) @ weight).unflatten(1, (batch, t)).transpose(0, 1)
+
+
+def absorb_below(rank: int, nope: int, v: int) -> int:
+    """Queries a pass up to which reading latents costs less than forming keys and values from them."""
+    return rank * (nope + v) // max(1, 2 * rank - nope - v) if 2 * rank > nope + v else 2**31
 
 
 def latent_widths(

@@ -292,8 +292,8 @@ class Attention(nn.Module):
 
     def explain(self, queries: int) -> Plan:
         """Which kernel a pass of `queries` new tokens runs on, and why."""
-        heads, axis = self.layout, Axis(queries, 0)
-        groups = 1 if self._view(queries) == "absorbed" else heads.kv
+        heads, axis, view = self.layout, Axis(queries, 0), self._view(queries)
+        groups = self.project.key_heads.get(view, 1 if view == "absorbed" else heads.kv)
         one = next(self.parameters()).detach().flatten()[:1]  # shapes without memory
         q, k, v, x = (
             one.expand(1, *shape)

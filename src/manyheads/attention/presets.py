@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyheads.core.part import Part
-from manyheads.core.registry import register_preset
+from manyheads.core.registry import find, register_preset
 from manyheads.core.spec import Spec
 
 
@@ -54,3 +54,27 @@ class RCMHA:
     def parts(self) -> tuple[Part, ...]:
         line = f"conv(taps={self.taps}, per_head={str(self.per_head).lower()}) + relative(context={self.context})"
         return Spec.parse(line).parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class FixedHeadSize:
+    """Heads of a fixed width, whatever D and H: `gqa(head_dim=…)`.
+
+    Scores of n tokens have rank head_dim at most: with D/H channels a head, more heads express fewer patterns each.
+
+    Options: head_dim (the paper's theory takes the sequence length; a power of two from 32 to 128 is usual).
+    kv_heads, v_dim as in `gqa`.
+
+    Source: Bhojanapalli et al. 2020, arXiv 2002.07028.
+    """
+
+    name: ClassVar[str] = "fixed-head-size"
+    paper: ClassVar[str] = "arXiv 2002.07028"
+
+    head_dim: int = 64
+    kv_heads: int | None = None
+    v_dim: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        return (find("gqa")(kv_heads=self.kv_heads, head_dim=self.head_dim, v_dim=self.v_dim),)  # type: ignore[call-arg]

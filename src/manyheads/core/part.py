@@ -171,6 +171,7 @@ class Project(Piece):
     undoes: bool = False  # values as read are not final in any view: `undo` maps their weighted sum
     rotate: Literal["write", "read"] = "write"
     entries: Mapping[str, Entry] = {}
+    key_heads: Mapping[str, int] = {}  # of k as `keys` returns it, by view; else one where absorbed, the layout's kv
 
     def queries(self, flow: Flow) -> Tensor:
         """q `[B, H, T, E]` from `flow.x`."""

@@ -61,7 +61,7 @@ class MFA(Part):
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.width is None and heads.dim % heads.q:
             raise OptionError(f"mfa: dim={heads.dim} is no multiple of heads={heads.q}; give width")
-        width = self.width or 2 * (heads.dim // heads.q)
+        width = 2 * (heads.dim // heads.q) if self.width is None else self.width
         if width < 1 or (self.q_rank is not None and self.q_rank < 1):
             raise OptionError(f"mfa: width={width} and q_rank={self.q_rank} must be positive")
         return Heads(heads.dim, heads.q, 1, width, width, heads.q, width, width**-0.5, slice(0, width))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,11 @@ class MTLA(Part):
     name: ClassVar[str] = "mtla"
     stage: ClassVar = "project"
     paper: ClassVar[str] = "arXiv 2505.13544"
-    examples: ClassVar = ({"stride": 3, "rank": 10, "rope_dim": 4, "v_dim": 5}, {"stride": 2, "q_rank": 7})
+    examples: ClassVar = (
+        {"stride": 3, "rank": 10, "rope_dim": 4, "v_dim": 5},
+        {"stride": 2, "q_rank": 7},
+        {"stride": 1, "view": "expanded"},
+    )
 
     stride: int = 2
     rank: int | None = None
@@ -45,6 +49,11 @@ class MTLA(Part):
     nope_dim: int | None = None
     v_dim: int | None = None
     q_rank: int = 0
+    view: Literal["auto", "expanded", "absorbed"] = "auto"
+
+    @property
+    def gives(self) -> frozenset[str]:
+        return frozenset({"head keys"} if self.view == "expanded" else ())
 
     @property
     def needs(self) -> frozenset[str]:
@@ -56,7 +65,7 @@ class MTLA(Part):
 
     @property
     def hint(self) -> dict[str, str]:
-        return {"gives head keys": "mla(view=expanded) in place of mtla"}
+        return {"gives head keys": "mtla(view=expanded)"}
 
     def widths(self, heads: Heads) -> tuple[int, int, int, int]:
         return latent_widths(self.name, heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
@@ -73,7 +82,10 @@ class MTLA(Part):
 
     def build(self, before: Heads, after: Heads, site: Site) -> MTLAProject:
         rank, nope, rope, _ = self.widths(before)
-        return MTLAProject(after, site, self.stride, rank=rank, nope=nope, rope=rope, q_rank=self.q_rank, norm="layer")
+        views = ("expanded", "absorbed") if self.view == "auto" else (self.view,)
+        return MTLAProject(
+            after, site, self.stride, rank=rank, nope=nope, rope=rope, q_rank=self.q_rank, norm="layer", views=views
+        )
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         base = latent_cost(self.widths(before), after, site, self.q_rank, 2, False, False)
@@ -84,7 +96,7 @@ class MTLA(Part):
             cache_floats=base.cache_floats / self.stride,
             token_flops=base.token_flops + 2 * gate,
             pair_flops=base.pair_flops // self.stride,
-            windows=(),
+            windows=base.windows if self.stride == 1 else (),  # slots are kept, whoever may see them
         )
 
 
@@ -113,10 +125,11 @@ class MTLAProject(LatentProject):
         return {"latent": torch.cat([merged, k], -1)[:, None]}
 
     def _gate(self, c: Tensor, chunk: Tensor) -> Tensor:
-        """w `[B, T, 1]`, in float32 or wider."""
-        place = _sinusoid(chunk, self.rank).to(c.dtype)
-        logit = (self.gate_chunk(place) * self.gate_latent(c)).sum(-1, keepdim=True)
-        return torch.sigmoid(logit.to(torch.promote_types(c.dtype, torch.float32))).to(c.dtype)
+        """w `[B, T, 1]`, from the two maps on in float32 or wider."""
+        wide = torch.promote_types(c.dtype, torch.float32)
+        place = _sinusoid(chunk, self.rank, wide).to(c.dtype)
+        logit = (self.gate_chunk(place).to(wide) * self.gate_latent(c)).sum(-1, keepdim=True)
+        return torch.sigmoid(logit).to(c.dtype)
 
     def _begun(self, flow: Flow, chunk: Tensor, position: Tensor) -> Tensor:
         """What earlier passes put into the chunks that this pass continues, `[B, T, rank]`."""
@@ -136,8 +149,8 @@ class MTLAProject(LatentProject):
         return own | cols_of((k.position + 1) % self.stride == 0)
 
 
-def _sinusoid(index: Tensor, width: int) -> Tensor:
+def _sinusoid(index: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """sin on even and cos on odd channels, base 10^4, `[*index.shape, width]`."""
-    rate = 10000.0 ** (-torch.arange(0, width, 2, device=index.device, dtype=torch.float32) / width)
+    rate = 10000.0 ** (-torch.arange(0, width, 2, device=index.device, dtype=dtype) / width)
     angle = index[..., None] * rate
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :width]

@@ -77,7 +77,8 @@ def widths(attention: Attention) -> Widths:
         rank, nope, v, q_rank = project.rank, project.nope, project.v, project.q_rank
     else:
         project = cast(GQAProject, project)
-        nope, v, q_rank, theta = project.width - turning, project.width, 0, theta.repeat(project.kv_heads)
+        nope, v, q_rank = project.width - turning, attention.layout.v_width, 0
+        theta = theta.repeat(project.kv_heads)
         rank = project.kv_heads * (nope + v)
     if not q_rank and project.q_proj.bias is not None:
         q_rank = attention.dim + 1
@@ -112,9 +113,9 @@ def _from_latent(attention: Attention) -> Latent:
 def _from_grouped(attention: Attention) -> Latent:
     """Latent = [un-rotated key channels of all groups ; their values], rotary key = the rotated channels stacked."""
     project = cast(GQAProject, attention.project)
-    groups, heads, width = project.kv_heads, project.heads, project.width
+    groups, heads, v_width = project.kv_heads, project.heads, attention.layout.v_width
     turning = _rotary(attention)
-    still = [channel for channel in range(width) if channel not in turning]
+    still = [channel for channel in range(project.width) if channel not in turning]
     nope, head = len(still), torch.arange(heads)
     group = head // (heads // groups)
 
@@ -126,10 +127,10 @@ def _from_grouped(attention: Attention) -> Latent:
     k, k_bias = (_by_group(each, groups) for each in _weights(project.k_proj))
     v, v_bias = _weights(project.v_proj)
     assert k is not None
-    up = torch.zeros(heads, nope + width, groups * (nope + width))
+    up = torch.zeros(heads, nope + v_width, groups * (nope + v_width))
     content, value = up[:, :nope, : groups * nope], up[:, nope:, groups * nope :]
     content.unflatten(-1, (groups, nope))[head, :, group] = torch.eye(nope)
-    value.unflatten(-1, (groups, width))[head, :, group] = torch.eye(width)
+    value.unflatten(-1, (groups, v_width))[head, :, group] = torch.eye(v_width)
     bias = None if k_bias is None or v_bias is None else torch.cat([k_bias[:, still].flatten(), v_bias])
     kv = Narrow(torch.cat([k[:, still].flatten(0, 1), v]), up, bias)
     out, out_bias = _weights(project.o_proj)

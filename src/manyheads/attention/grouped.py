@@ -1,0 +1,61 @@
+"""The machinery of projections whose heads have keys and values of their own, each shared by a group of queries."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal
+
+from torch import Tensor, nn
+
+from manyheads.core.cache import Entry
+from manyheads.core.cost import Cost, windows
+from manyheads.core.flow import Flow
+from manyheads.core.mask import Axis
+from manyheads.core.part import Heads, Project, Site
+
+Biases = Literal["none", "qkv", "qkvo", "o"]
+"""Which projections have a bias."""
+
+
+class GQAProject(Project):
+    """q_proj, k_proj and v_proj from x to heads, o_proj back; caches k (rotated) and v of every key head."""
+
+    def __init__(self, heads: Heads, site: Site, bias: Biases) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = heads.q, heads.kv, heads.qk_width
+        self._rotary = heads.rotary
+        source = site.context_dim or heads.dim
+        self.q_proj = nn.Linear(heads.dim, heads.q * heads.qk_width, bias="qkv" in bias)
+        if site.kv_source is None:
+            self.k_proj = nn.Linear(source, heads.kv * heads.qk_width, bias="qkv" in bias)
+            self.v_proj = nn.Linear(source, heads.kv * heads.v_width, bias="qkv" in bias)
+            self.entries = {"k": Entry(heads.kv, heads.qk_width, "k"), "v": Entry(heads.kv, heads.v_width, "v")}
+        self.o_proj = nn.Linear(heads.out * heads.out_width, heads.dim, bias=bias in ("o", "qkvo"))
+
+    def queries(self, flow: Flow) -> Tensor:
+        return self.q_proj(flow.x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def write(self, flow: Flow) -> dict[str, Tensor]:
+        k, v = self.k_proj(flow.source), self.v_proj(flow.source)
+        return {name: row.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2) for name, row in (("k", k), ("v", v))}
+
+    def rotary(self, name: str) -> slice | None:
+        return None if name == "v" else self._rotary
+
+    def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
+        assert flow.rows is not None
+        return q, flow.rows["k"], flow.rows["v"], flow.rows.axis
+
+    def output(self, o: Tensor) -> Tensor:
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+def grouped_cost(after: Heads, site: Site, bias: Biases, queries: int | None = None) -> Cost:
+    """Cost of a grouped projection; `queries`: projected query heads, where they are fewer than score heads."""
+    q, kv = (queries or after.q) * after.qk_width, after.kv * (after.qk_width + after.v_width)
+    o, own, source = after.out * after.out_width, site.kv_source is None, site.context_dim or after.dim
+    weights = after.dim * (q + o) + (source * kv if own else 0)
+    biases = (q + (kv if own else 0)) * ("qkv" in bias) + after.dim * (bias in ("o", "qkvo"))
+    pair = 2 * after.q * (after.qk_width + after.v_width)
+    cached = Fraction(kv if own else 0)
+    return Cost(weights + biases, cached, 0, 2 * weights, pair, windows(after.keep, cached))
