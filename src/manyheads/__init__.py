@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from manyheads.attention import Attention
+    from manyheads.attention.explain import explain
     from manyheads.bench.job import shrink_model as shrink
     from manyheads.convert.adopt import adopt
     from manyheads.core.cache import Cache
@@ -30,13 +31,14 @@ __all__ = [
     "Spec",
     "SpecError",
     "adopt",
+    "explain",
     "shrink",
 ]
 
 _HOMES = {
     "Attention": "attention", "Axis": "core.mask", "Cache": "core.cache", "Cost": "core.cost", "Links": "core.flow",
     "Mask": "core.mask", "OptionError": "core.part", "Site": "core.part", "Spec": "core.spec", "SpecError": "core.spec",
-    "adopt": "convert.adopt", "shrink": "bench.job:shrink_model",
+    "adopt": "convert.adopt", "explain": "attention.explain", "shrink": "bench.job:shrink_model",
 }  # fmt: skip
 
 

@@ -107,7 +107,7 @@ class Attention(nn.Module):
         if self.rotate_at == "write":
             q = self._turn(q, "q", flow.q)
         flow.rows = self._rows(flow, cache)
-        flow.view = self._view(x.shape[1])
+        flow.view = self.view(x.shape[1])
         q, k, v, axis = self._read(q, flow)
         call = Call(q, k, v, self._mask(flow, axis, mask), self.layout.scale)
         for piece in cast(Sequence[Position], self.positions):
@@ -240,11 +240,11 @@ class Attention(nn.Module):
         return q, k, v, axis
 
     def _after(self, flow: Flow) -> bool:
-        """Values are final only after `undo`, so transforms of them come behind it (they are linear: see `_view`)."""
+        """Values are final only after `undo`, so transforms of them come behind it (they are linear: see `view`)."""
         return flow.view == "absorbed" or self.project.undoes
 
-    def _view(self, queries: int) -> View:
-        """The absorbed view pays while few queries read many latents."""
+    def view(self, queries: int) -> View:
+        """How a pass reads its rows: the absorbed view pays while few queries read many latents."""
         views = self.project.views
         if len(views) == 1 or not all(piece.linear for piece in self.late_transforms):
             return cast(View, views[0])
@@ -269,13 +269,20 @@ class Attention(nn.Module):
         lse = need_lse or (len(calls) > 1 and piece.joins_by_lse)
         return piece.join([self._attend(each, rest, flow, lse) for each in calls], flow)
 
+    @property
+    def by_stage(self) -> dict[str, Sequence[Piece]]:
+        """The modules of the parts, as `spec.by_stage` has their options."""
+        named = {
+            "project": [self.project], "transform": self.transforms, "position": self.positions,
+            "select": self.selects, "attend": self.attends, "gate": self.gates,
+        }  # fmt: skip
+        return {stage: cast(list[Piece], [*pieces]) for stage, pieces in named.items()}
+
     def _program(self, flow: Flow) -> list[BoundProgram]:
         return [piece.bind(flow) for piece in self.attends if isinstance(piece, Program)]
 
     def _pieces(self) -> list[Piece]:
-        return cast(
-            list[Piece], [self.project, *self.transforms, *self.positions, *self.selects, *self.attends, *self.gates]
-        )
+        return [piece for pieces in self.by_stage.values() for piece in pieces]
 
     def _edit(self, x: Tensor, hook: Callable[[Tensor, Flow], Tensor], flow: Flow) -> Tensor:
         """A hook on the content channels of each head."""
@@ -292,9 +299,10 @@ class Attention(nn.Module):
 
     def explain(self, queries: int) -> Plan:
         """Which kernel a pass of `queries` new tokens runs on, and why."""
-        heads, axis, view = self.layout, Axis(queries, 0), self._view(queries)
+        heads, view = self.layout, self.view(queries)
         groups = self.project.key_heads.get(view, 1 if view == "absorbed" else heads.kv)
         one = next(self.parameters()).detach().flatten()[:1]  # shapes without memory
+        axis = Axis(queries, 0, device=one.device)
         q, k, v, x = (
             one.expand(1, *shape)
             for shape in (
