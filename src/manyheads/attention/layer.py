@@ -71,7 +71,8 @@ class Attention(nn.Module):
             late = late or piece.at == "read"
             (self.late_transforms if late else self.early_transforms).append(piece)
         reads = self.project.rotate == "read" or any(piece.at == "read" for piece in self.late_transforms)
-        self.rotate_at = "read" if reads else "write"
+        placed = any(piece.places for piece in self._pieces())
+        self.rotate_at = "select" if placed else "read" if reads else "write"
         self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
         self.splitting = [piece for piece in self._pieces() if type(piece).split is not Piece.split]
 
@@ -150,7 +151,7 @@ class Attention(nn.Module):
                 raise ValueError(f"a {type(cache).__name__} would take the context anew each pass; use manyheads.Cache")
             if q.valid is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
                 raise ValueError(f"a {type(cache).__name__} forgets padding; give a 4-D mask, or use manyheads.Cache")
-        flow = Flow(x, source, q, new, links, layer, training=self.training)
+        flow = Flow(x, source, q, new, links, layer, training=self.training, turn=self._turn)
         if isinstance(cache, Cache):
             flow.state = cache.state(layer)
             flow.past = cache.slots(layer)
@@ -314,8 +315,8 @@ class Attention(nn.Module):
         biased = any(type(piece).bias is not Position.bias for piece in cast(Sequence[Position], self.positions))
         call = Call(q, k, v, Mask(axis, axis), heads.scale, (lambda q, k: one) if biased else None)
         for piece in self.splitting:
-            call, *more = piece.split(call, flow)
-            lse = lse or (bool(more) and piece.joins_by_lse)
+            calls = piece.split(call, flow)
+            call, lse = calls[0], lse or (len(calls) > 1 and piece.joins_by_lse)
         return plan_call(call, self._program(flow), need_lse=lse, dropout=self.dropout if self.training else 0.0)
 
     def on_step(self, progress: float) -> None:

@@ -78,3 +78,26 @@ class FixedHeadSize:
 
     def parts(self) -> tuple[Part, ...]:
         return (find("gqa")(kv_heads=self.kv_heads, head_dim=self.head_dim, v_dim=self.v_dim),)  # type: ignore[call-arg]
+
+
+@register_preset
+@dataclass(frozen=True)
+class MWMHA:
+    """Multi-window multi-head attention: `multi_window` and its `window_bias`.
+
+    Options: windows, one for each head, 0 for a global one (the default: the divisors of the authors' 250 tokens and
+    two global heads). shift: see `multi_window`.
+
+    Source: arXiv 2306.00561.
+    """
+
+    name: ClassVar[str] = "mw-mha"
+    paper: ClassVar[str] = "arXiv 2306.00561"
+
+    windows: tuple[int, ...] = (2, 5, 10, 25, 50, 125, 0, 0)
+    shift: bool = False
+
+    def parts(self) -> tuple[Part, ...]:
+        windows = [*self.windows]
+        shift = str(self.shift).lower()
+        return Spec.parse(f"window_bias(windows={windows}) + multi_window(windows={windows}, shift={shift})").parts

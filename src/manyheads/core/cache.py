@@ -36,11 +36,15 @@ class Entry(NamedTuple):
 
 
 class State(NamedTuple):
-    """A tensor kept for every sequence, `[B, *shape]`; history: it can be given for earlier tokens too."""
+    """A tensor kept for every sequence, `[B, *shape]`; history: it can be given for earlier tokens too.
+
+    every: tokens that add one to its dimension 2 (0: its size is fixed).
+    """
 
     shape: tuple[int, ...]
     history: bool = False
     dtype: torch.dtype | None = None
+    every: int = 0
 
 
 SLACK = 64
@@ -204,7 +208,7 @@ class SiteStore(CacheLayerMixin):
                 keys = log if kept == log.length else log[log.length - kept :]
         self.length += axis.length
         self.is_initialized = True
-        return Rows(tensors, keys)
+        return Rows(tensors, keys, log)
 
     def read(self, axis: Axis) -> Rows:
         return Rows({name: growing.rows() for name, growing in self.growing.items()}, axis)

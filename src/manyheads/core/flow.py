@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ class Rows:
 
     tensors: Mapping[str, Tensor]
     axis: Axis
+    log: Axis | None = None  # all tokens so far, those whose rows are forgotten included (None: axis is all)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -28,11 +29,13 @@ class Rows:
 class Links:
     """The one channel between the layers of a pass: explicit tensors in, explicit tensors out.
 
-    `rows` holds what layers with readers wrote, by layer; `aux` the auxiliary losses by name; `memo` what is computed
-    once a pass. The stack (or the caller of a lone layer) owns it; no cache and no module ever does.
+    `rows` holds what layers with readers wrote, by layer; `handed` what select parts hand to later layers, by layer;
+    `aux` the auxiliary losses by name; `memo` what is computed once a pass. The stack (or the caller of a lone layer)
+    owns it; no cache and no module ever does.
     """
 
     rows: dict[int, Rows] = field(default_factory=dict)
+    handed: dict[int, Any] = field(default_factory=dict)
     aux: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
 
@@ -42,7 +45,8 @@ class Flow:
     """Everything a hook may read; made for each call and never stored on a module.
 
     x: query side `[B, T, D]`; source: key side (x, or the context of cross-attention). q: axis of the queries; new:
-    axis of the rows written in this pass. state / new_state: per-sequence tensors before and after.
+    axis of the rows written in this pass. state / new_state: per-sequence tensors before and after. turn: rotates
+    what rotates of "q" or "k", for parts that place keys themselves (`Piece.places`).
     """
 
     x: Tensor
@@ -58,6 +62,7 @@ class Flow:
     memo: dict[str, Any] = field(default_factory=dict)
     view: View = "expanded"
     training: bool = False
+    turn: Callable[[Tensor, str, Axis], Tensor] = lambda x, name, axis: x
 
     def add_loss(self, name: str, loss: Tensor) -> None:
         """An auxiliary loss of this layer, found by the trainer in `links.aux['<layer>.<name>']`."""

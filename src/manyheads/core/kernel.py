@@ -37,6 +37,19 @@ class Call:
     softcap: float | None = None
 
 
+class Deferred(Sequence[Call]):
+    """Calls that are made when asked for, one at a time: what they gather would not fit in memory together."""
+
+    def __init__(self, makers: Sequence[Callable[[], Call]]) -> None:
+        self.makers = makers
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+    def __getitem__(self, index: int) -> Call:  # type: ignore[override]
+        return self.makers[index]()
+
+
 @dataclass(frozen=True, eq=False)
 class Out:
     """o `[B, H, T, V]`; lse `[B, H, T]`, the log of the softmax denominator (-inf where a query saw nothing)."""

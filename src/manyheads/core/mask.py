@@ -92,6 +92,12 @@ class Axis:
 
         return self.map(pick, index.shape[-1])
 
+    def within(self, whole: Axis) -> Tensor | slice:
+        """Where these rows, cut from `whole`, stand in it."""
+        if self.rows is None or self is whole:
+            return slice(None)
+        return self.rows[0] if whole.rows is None else self.rows[0] - whole.rows[0, :1]
+
     def repeat(self, times: int) -> Axis:
         """Every row `times` times in a row (pseudo-tokens share their token's place)."""
         return self.map(lambda t: t.repeat_interleave(times, -1), self.length * times)

@@ -6,7 +6,7 @@ every hook is an identity by default, so the layer needs no special case for any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -140,19 +140,21 @@ class Part:
 class Piece(nn.Module):
     """The module of a part. Hooks that any stage may override; each is an identity here.
 
-    at: see `Part.at`. states: per-sequence tensors that it keeps in the cache.
+    at: see `Part.at`. states: per-sequence tensors that it keeps in the cache. places: it gives keys positions of its
+    own; rows are then cached, and reach `split`, before rotation, and it rotates them by `flow.turn`.
     """
 
     at: Literal["write", "read", "either"] = "write"
     states: Mapping[str, State] = {}
+    places = False
     joins_by_lse = True
 
     def rules(self, flow: Flow) -> tuple[Rule, ...]:
         """More rules for the mask."""
         return ()
 
-    def split(self, call: Call, flow: Flow) -> list[Call]:
-        """Several attention problems in place of one."""
+    def split(self, call: Call, flow: Flow) -> Sequence[Call]:
+        """Several attention problems in place of one (`Deferred` where they are large)."""
         return [call]
 
     def join(self, outs: list[Out], flow: Flow) -> Out:

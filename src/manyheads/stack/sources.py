@@ -81,4 +81,4 @@ def _rows(layer: Attention) -> str:
 
 def _positions(layer: Attention) -> str:
     parts = " + ".join(str(Spec((part,))) for part in layer.spec.by_stage["position"]) or "nothing"
-    return f"{parts} when rows are {'read' if layer.rotate_at == 'read' else 'written'}"
+    return f"{parts} when rows are {'written' if layer.rotate_at == 'write' else 'read'}"

@@ -24,7 +24,7 @@ from manyheads.core.flow import Links
 from manyheads.core.kernel import using
 from manyheads.core.kernels import KERNELS
 from manyheads.core.mask import Axis
-from manyheads.core.part import STAGES, OptionError, Part, Site
+from manyheads.core.part import STAGES, OptionError, Part, Piece, Site
 from manyheads.core.registry import all_parts
 from manyheads.core.spec import Spec, SpecError
 
@@ -171,7 +171,10 @@ def cost(case: Case) -> None:
     priced = layer.spec.cost(case.dim, case.heads, case.site)
     counted = sum(parameter.numel() for parameter in layer.parameters())
     hold(counted == priced.parameters, f"{counted} parameters, priced at {priced.parameters}")
-    stride = math.lcm(*(entry.stride for entry in layer.entries.values()))
+    grows = [
+        state.every or 1 for piece in layer.modules() if isinstance(piece, Piece) for state in piece.states.values()
+    ]
+    stride = math.lcm(*(entry.stride for entry in layer.entries.values()), *grows)
     tokens = -(-case.tokens // stride) * stride
     with torch.no_grad():
         for block in torch.randn(1, tokens, case.dim, dtype=torch.float64).split(5, 1):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
+from manyheads.attention.windows import Near, keep_newest
 from manyheads.core.flow import Flow
-from manyheads.core.mask import Axis, Rule, cols_of, rows_of
+from manyheads.core.mask import Rule
 from manyheads.core.part import Heads, OptionError, Part, Piece, Site
 from manyheads.core.registry import register
 
@@ -48,10 +46,7 @@ class Window(Part):
     def layout(self, heads: Heads, site: Site) -> Heads:
         if len(self.sizes) not in (1, heads.q):
             raise OptionError(f"window: {len(self.sizes)} sizes for {heads.q} heads; give one, or one for each")
-        keep = max(max(self.sizes) - 1, 1)
-        if not site.causal or site.cross or (heads.keep is not None and heads.keep < keep):
-            return heads
-        return heads._replace(keep=keep)
+        return keep_newest(heads, site, max(self.sizes))
 
     def build(self, before: Heads, after: Heads, site: Site) -> WindowSelect:
         return WindowSelect(self.sizes)
@@ -60,11 +55,7 @@ class Window(Part):
 class WindowSelect(Piece):
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.near = Near(sizes)
 
     def rules(self, flow: Flow) -> tuple[Rule, ...]:
-        return (self._near,)
-
-    def _near(self, q: Axis, k: Axis) -> Tensor:
-        sizes = torch.tensor(self.sizes, device=q.device)[None, :, None, None]
-        return (rows_of(q.time) - cols_of(k.time)).abs() < sizes
+        return (self.near,)
