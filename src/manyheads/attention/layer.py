@@ -1,6 +1,6 @@
 """The attention layer: one pipeline that every combination of parts runs through.
 
-    x ─► project ─► transform ─► position ─► (cache) ─► select ─► attend ─► gate ─► output ─► y
+    x ─► tokens ─► project ─► transform ─► position ─► (cache) ─► select ─► attend ─► gate ─► output ─► y
 
 Parts act through hooks (see `manyheads.core.part`); this file knows none of them by name.
 """
@@ -18,7 +18,18 @@ from manyheads.core.cache import Cache, Entry, write_stock
 from manyheads.core.flow import Flow, Links, Rows, View
 from manyheads.core.kernel import Bias, Call, Out, Plan, attend, plan_call
 from manyheads.core.mask import Axis, Given, Mask, Rule, causal
-from manyheads.core.part import BoundProgram, Gate, OptionError, Piece, Position, Program, Project, Site, Transform
+from manyheads.core.part import (
+    BoundProgram,
+    Gate,
+    OptionError,
+    Piece,
+    Position,
+    Program,
+    Project,
+    Site,
+    Tokens,
+    Transform,
+)
 from manyheads.core.spec import Spec
 
 ALONE = Site()
@@ -51,8 +62,8 @@ class Attention(nn.Module):
             pieces[part.stage].append(piece)
             self.layout = after
         self.project = cast(Project, pieces["project"][0])
-        self.transforms, self.positions, self.selects, self.attends, self.gates = (
-            nn.ModuleList(pieces[stage]) for stage in ("transform", "position", "select", "attend", "gate")
+        self.tokens, self.transforms, self.positions, self.selects, self.attends, self.gates = (
+            nn.ModuleList(pieces[stage]) for stage in ("tokens", "transform", "position", "select", "attend", "gate")
         )
         self.entries = {
             name: entry._replace(keep=self.layout.keep if entry.stride == 1 else None)
@@ -100,7 +111,7 @@ class Attention(nn.Module):
         Returns:
             y `[B, T, D]`. Queries that see no key give zero (before the output projection's bias).
         """
-        flow = self._flow(x, positions, mask, cache, context, links)
+        flow = self._enter(self._flow(x, positions, mask, cache, context, links))
         q = self.project.queries(flow)
         flow.memo.setdefault("queries", q)
         for piece in self.early_transforms:
@@ -108,7 +119,7 @@ class Attention(nn.Module):
         if self.rotate_at == "write":
             q = self._turn(q, "q", flow.q)
         flow.rows = self._rows(flow, cache)
-        flow.view = self.view(x.shape[1])
+        flow.view = self.view(flow.q.length)
         q, k, v, axis = self._read(q, flow)
         call = Call(q, k, v, self._mask(flow, axis, mask), self.layout.scale)
         for piece in cast(Sequence[Position], self.positions):
@@ -121,9 +132,12 @@ class Attention(nn.Module):
             o = piece.v_after(o, flow)
         for piece in cast(Sequence[Gate], self.gates):
             o = piece.gate(o, flow)
+        y = self.project.output(o)
+        for piece in reversed(cast(Sequence[Tokens], self.tokens)):
+            y = piece.leave(y, flow)
         if isinstance(cache, Cache) and flow.new_state:
             cache.state(self.site.layer).update(flow.new_state)
-        return self.project.output(o)
+        return y
 
     def _flow(
         self, x: Tensor, positions: Tensor | Axis | None, mask: Tensor | Mask | None, cache: transformers.Cache | None,
@@ -151,7 +165,8 @@ class Attention(nn.Module):
                 raise ValueError(f"a {type(cache).__name__} would take the context anew each pass; use manyheads.Cache")
             if q.valid is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
                 raise ValueError(f"a {type(cache).__name__} forgets padding; give a 4-D mask, or use manyheads.Cache")
-        flow = Flow(x, source, q, new, links, layer, training=self.training, turn=self._turn)
+        given = mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
+        flow = Flow(x, source, q, new, links, layer, given, training=self.training, turn=self._turn)
         if isinstance(cache, Cache):
             flow.state = cache.state(layer)
             flow.past = cache.slots(layer)
@@ -180,6 +195,15 @@ class Attention(nn.Module):
             time = past.clone() + torch.arange(x.shape[1], device=x.device)[None]
             return Axis(x.shape[1], None, positions, time, valid=valid, device=x.device)
         return Axis(x.shape[1], past, positions, valid=valid, device=x.device)
+
+    def _enter(self, flow: Flow) -> Flow:
+        """x and its axis as the token parts make them; in self-attention they are the key side too."""
+        for piece in cast(Sequence[Tokens], self.tokens):
+            x, axis = piece.enter(flow.x, flow.q, flow)
+            if not self.site.cross:
+                flow.source, flow.new = x, flow.new if axis is flow.q else axis
+            flow.x, flow.q = x, axis
+        return flow
 
     def _rows(self, flow: Flow, cache: transformers.Cache | None) -> Rows:
         """This pass's rows, transformed, rotated and cached; or another layer's; or the context's, kept from before."""
@@ -259,6 +283,8 @@ class Attention(nn.Module):
             rules = [Given(mask), *rules]
         elif self.site.causal and not self.site.cross:
             rules = [causal, *rules]
+        for piece in cast(Sequence[Tokens], self.tokens):
+            rules = [piece.widen(rule, flow) for rule in rules]
         return Mask(flow.q, axis, tuple(rules))
 
     def _attend(self, call: Call, pieces: list[Piece], flow: Flow, need_lse: bool = False) -> Out:
@@ -274,7 +300,7 @@ class Attention(nn.Module):
     def by_stage(self) -> dict[str, Sequence[Piece]]:
         """The modules of the parts, as `spec.by_stage` has their options."""
         named = {
-            "project": [self.project], "transform": self.transforms, "position": self.positions,
+            "tokens": self.tokens, "project": [self.project], "transform": self.transforms, "position": self.positions,
             "select": self.selects, "attend": self.attends, "gate": self.gates,
         }  # fmt: skip
         return {stage: cast(list[Piece], [*pieces]) for stage, pieces in named.items()}
@@ -300,6 +326,7 @@ class Attention(nn.Module):
 
     def explain(self, queries: int) -> Plan:
         """Which kernel a pass of `queries` new tokens runs on, and why."""
+        queries += sum(piece.extra for piece in cast(Sequence[Tokens], self.tokens))
         heads, view = self.layout, self.view(queries)
         groups = self.project.key_heads.get(view, 1 if view == "absorbed" else heads.kv)
         one = next(self.parameters()).detach().flatten()[:1]  # shapes without memory

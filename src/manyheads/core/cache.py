@@ -226,10 +226,10 @@ class SiteStore(CacheLayerMixin):
         yield from self.state.values()
 
     def why_not_croppable(self, tokens: int = 0) -> str | None:
-        if self.fixed:
-            return None
         if self.state:
             return f"the state {next(iter(self.state))!r} keeps no history"
+        if self.fixed:
+            return None
         if tokens > self.length:
             return f"it has seen {self.length}"
         if self.slots:

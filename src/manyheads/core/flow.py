@@ -45,8 +45,9 @@ class Flow:
     """Everything a hook may read; made for each call and never stored on a module.
 
     x: query side `[B, T, D]`; source: key side (x, or the context of cross-attention). q: axis of the queries; new:
-    axis of the rows written in this pass. state / new_state: per-sequence tensors before and after. turn: rotates
-    what rotates of "q" or "k", for parts that place keys themselves (`Piece.places`).
+    axis of the rows written in this pass. mask: as it was given, bool `[B or 1, H or 1, T, S]`, else None. state /
+    new_state: per-sequence tensors before and after. turn: rotates what rotates of "q" or "k", for parts that place
+    keys themselves (`Piece.places`).
     """
 
     x: Tensor
@@ -55,6 +56,7 @@ class Flow:
     new: Axis
     links: Links
     layer: int = 0
+    mask: Tensor | None = None
     rows: Rows | None = None
     past: Mapping[str, Rows] = field(default_factory=dict)  # slots that may still be written, as before this pass
     state: Mapping[str, Tensor] = field(default_factory=dict)

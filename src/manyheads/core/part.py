@@ -25,6 +25,7 @@ NONE: frozenset[str] = frozenset()
 
 FACTS = {
     "causal": "a query sees no later token",
+    "bidirectional": "what a token gets may depend on the whole sequence or context",
     "self": "keys come from the same sequence as queries",
     "head keys": "each head's keys and values exist as rows, not only as a latent",
     "cached heads": "keys and values of heads, as they stand at this point, are what is cached",
@@ -32,6 +33,7 @@ FACTS = {
     "one map": "a head has one attention map",
     "alike heads": "masks and biases are the same for every head",
     "softmax": "a query's weights are non-negative and sum to one",
+    "steady": "training computes what evaluation computes",
 }
 """What a part may need, give or break. Combinations are judged from these alone."""
 
@@ -86,8 +88,9 @@ class Site(NamedTuple):
     @property
     def facts(self) -> frozenset[str]:
         return frozenset(
-            {"cached heads", "token keys", "one map", "alike heads", "softmax"}
+            {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady"}
             | ({"causal"} if self.causal else set())
+            | ({"bidirectional"} if self.cross or not self.causal else set())
             | (set() if self.cross else {"self"})
         )
 
@@ -163,6 +166,27 @@ class Piece(nn.Module):
 
     def on_step(self, progress: float) -> None:
         """A schedule: progress of training in [0, 1], called by a trainer callback."""
+
+
+class Tokens(Piece):
+    """Changes x and its tokens on the way into the layer, and y on the way out.
+
+    extra: how many tokens `enter` adds at the end.
+    """
+
+    extra: int = 0
+
+    def enter(self, x: Tensor, axis: Axis, flow: Flow) -> tuple[Tensor, Axis]:
+        """x `[B, T, D]` and its axis, with the extra tokens."""
+        return x, axis
+
+    def widen(self, rule: Rule, flow: Flow) -> Rule:
+        """A rule of the mask that knows the tokens before `enter`, made one that knows those after it."""
+        return rule
+
+    def leave(self, y: Tensor, flow: Flow) -> Tensor:
+        """y `[B, T, D]`, of as many tokens as came."""
+        return y
 
 
 class Project(Piece):

@@ -78,7 +78,10 @@ class MLRA(Part):
         _, nope, rope, v, _ = self.widths(heads)
         width = nope + rope
         turns = slice(nope, width) if rope else None
-        return Heads(heads.dim, heads.q, heads.q, width, v, heads.q, v, width**-0.5, turns, slice(0, nope))
+        kv = self.branches * heads.q
+        return Heads(
+            heads.dim, heads.q, kv, width, v, heads.q, v, width**-0.5, turns, slice(0, nope), grouped=self.branches == 1
+        )  # fmt: skip
 
     def build(self, before: Heads, after: Heads, site: Site) -> BlockLatentProject:
         rank, nope, rope, _, q_rank = self.widths(before)
