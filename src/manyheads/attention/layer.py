@@ -65,8 +65,9 @@ class Attention(nn.Module):
         self.tokens, self.transforms, self.positions, self.selects, self.attends, self.gates = (
             nn.ModuleList(pieces[stage]) for stage in ("tokens", "transform", "position", "select", "attend", "gate")
         )
+        keep = None if self.project.remembers else self.layout.keep
         self.entries = {
-            name: entry._replace(keep=self.layout.keep if entry.stride == 1 else None)
+            name: entry._replace(keep=keep if entry.stride == 1 else None)
             for name, entry in self.project.entries.items()
         }
         self._place()
@@ -82,6 +83,8 @@ class Attention(nn.Module):
             late = late or piece.at == "read"
             (self.late_transforms if late else self.early_transforms).append(piece)
         reads = self.project.rotate == "read" or any(piece.at == "read" for piece in self.late_transforms)
+        if self.project.turns_values and len(self.transforms):  # keys and values are transformed apart, then rotated
+            reads = True
         placed = any(piece.places for piece in self._pieces())
         self.rotate_at = "select" if placed else "read" if reads else "write"
         self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
@@ -127,6 +130,8 @@ class Attention(nn.Module):
             if bias is not None:
                 call = Call(q, k, v, call.mask, call.scale, bias)
         o = self._attend(call, self.splitting, flow).o
+        if self.project.turns_values:
+            o = self._turn(o, "v", flow.q, back=True)
         o = self.project.undo(o, flow)
         for piece in self.late_transforms if self._after(flow) else ():
             o = piece.v_after(o, flow)
@@ -169,7 +174,7 @@ class Attention(nn.Module):
         flow = Flow(x, source, q, new, links, layer, given, training=self.training, turn=self._turn)
         if isinstance(cache, Cache):
             flow.state = cache.state(layer)
-            flow.past = cache.slots(layer)
+            flow.past = cache.past(layer) if self.project.remembers else cache.slots(layer)
         return flow
 
     def axis_of(
@@ -240,6 +245,8 @@ class Attention(nn.Module):
         states = [name for piece in self._pieces() for name in piece.states]
         if states:
             raise ValueError(f"a {type(cache).__name__} has no room for the state {states[0]!r}; use manyheads.Cache")
+        if self.project.remembers:
+            raise ValueError(f"a {type(cache).__name__} does not give earlier rows to new ones; use manyheads.Cache")
         first = cache.get_mask_sizes(flow.q.length, self.site.layer)[1]
         first = first.clone() if isinstance(first, Tensor) else first
         tensors = write_stock(cache, self.site.layer, rows, self.entries)
@@ -262,6 +269,7 @@ class Attention(nn.Module):
                 v = piece.on_v(v, flow)
         if self.rotate_at == "read":
             q, k = self._turn(q, "q", flow.q), self._turn(k, "k", axis)
+            v = self._turn(v, "v", axis) if self.project.turns_values else v
         return q, k, v, axis
 
     def _after(self, flow: Flow) -> bool:
@@ -315,13 +323,13 @@ class Attention(nn.Module):
         """A hook on the content channels of each head."""
         return _on_channels(x, self.layout.content, lambda part: hook(part, flow))
 
-    def _turn(self, x: Tensor, name: str, axis: Axis) -> Tensor:
-        """Rotate what rotates of q, of an entry, or of the keys as read."""
+    def _turn(self, x: Tensor, name: str, axis: Axis, back: bool = False) -> Tensor:
+        """Rotate what rotates of q, of an entry, or of the keys as read; or turn it back."""
         cut = self.project.rotary(name)
         if cut is None or not len(self.positions):
             return x
         for piece in cast(Sequence[Position], self.positions):
-            x = _on_channels(x, cut, lambda part, turn=piece.turn: turn(part, axis))
+            x = _on_channels(x, cut, lambda part, turn=piece.turn_back if back else piece.turn: turn(part, axis))
         return x
 
     def explain(self, queries: int) -> Plan:

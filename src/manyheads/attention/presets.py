@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from manyheads.core.part import Part
 from manyheads.core.registry import find, register_preset
@@ -101,3 +101,25 @@ class MWMHA:
         windows = [*self.windows]
         shift = str(self.shift).lower()
         return Spec.parse(f"window_bias(windows={windows}) + multi_window(windows={windows}, shift={shift})").parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class QKVSharingPlus:
+    """Tied projections made asymmetric, (X)⁺: `qkv-sharing` and `pair-bias`.
+
+    Options: tie, kv_heads: see `qkv-sharing`. of: see `pair-bias`.
+
+    Source: arXiv 2606.04032.
+    """
+
+    name: ClassVar[str] = "qkv-sharing-plus"
+    paper: ClassVar[str] = "arXiv 2606.04032"
+
+    tie: Literal["kv", "qk", "qkv"] = "qkv"
+    kv_heads: int | None = None
+    of: Literal["pair", "distance"] = "pair"
+
+    def parts(self) -> tuple[Part, ...]:
+        kv_heads = "none" if self.kv_heads is None else self.kv_heads
+        return Spec.parse(f"qkv-sharing(tie={self.tie}, kv_heads={kv_heads}) + pair-bias(of={self.of})").parts

@@ -343,6 +343,14 @@ class Cache(transformers.Cache):
         """Slots of a site as they are before a write."""
         return {name: slots.seen() for name, slots in self.site(site).slots.items()}
 
+    def past(self, site: int) -> dict[str, Rows]:
+        """All rows of a site as they are before a write."""
+        store = self.site(site)
+        if self.axis is None or store.fixed:
+            return {}
+        axis = self.axis[: store.length]
+        return {name: Rows({"": growing.rows()}, axis) for name, growing in store.growing.items()}
+
     def bytes(self) -> int:
         """Bytes of the rows and states stored, measured from the tensors (spare capacity apart: `reserved_bytes`)."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors())

@@ -58,7 +58,8 @@ class Flow:
     layer: int = 0
     mask: Tensor | None = None
     rows: Rows | None = None
-    past: Mapping[str, Rows] = field(default_factory=dict)  # slots that may still be written, as before this pass
+    # as before this pass: slots that may still be written, or every row for a projection that `remembers`
+    past: Mapping[str, Rows] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
     new_state: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[str, Any] = field(default_factory=dict)

@@ -34,6 +34,7 @@ FACTS = {
     "alike heads": "masks and biases are the same for every head",
     "softmax": "a query's weights are non-negative and sum to one",
     "steady": "training computes what evaluation computes",
+    "still values": "values as read do not rotate with their keys",
 }
 """What a part may need, give or break. Combinations are judged from these alone."""
 
@@ -88,7 +89,7 @@ class Site(NamedTuple):
     @property
     def facts(self) -> frozenset[str]:
         return frozenset(
-            {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady"}
+            {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady", "still values"}
             | ({"causal"} if self.causal else set())
             | ({"bidirectional"} if self.cross or not self.causal else set())
             | (set() if self.cross else {"self"})
@@ -195,6 +196,8 @@ class Project(Piece):
     views: tuple[str, ...] = ("expanded",)
     absorb_below: int = 0  # queries a pass up to which the absorbed view costs less
     undoes: bool = False  # values as read are not final in any view: `undo` maps their weighted sum
+    remembers: bool = False  # `write` reads all earlier rows (`flow.past`), so that a window drops none
+    turns_values: bool = False  # values rotate with the keys, and head outputs turn back by the query's position
     rotate: Literal["write", "read"] = "write"
     entries: Mapping[str, Entry] = {}
     key_heads: Mapping[str, int] = {}  # of k as `keys` returns it, by view; else one where absorbed, the layout's kv
@@ -208,7 +211,7 @@ class Project(Piece):
         raise NotImplementedError
 
     def rotary(self, name: str) -> slice | None:
-        """The channels that rotate: of "q", of an entry, or of "k" as `keys` returns it."""
+        """The channels that rotate: of "q", of an entry, or of "k" (and "v": `turns_values`) as `keys` returns it."""
         return None
 
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
@@ -259,6 +262,12 @@ class Position(Piece):
 
     def turn(self, x: Tensor, axis: Axis) -> Tensor:
         """Rotate the rotary channels of queries or keys, `[B, heads, N, rotary width]`."""
+        return x
+
+    def turn_back(self, x: Tensor, axis: Axis) -> Tensor:
+        """The inverse of `turn`."""
+        if type(self).turn is not Position.turn:
+            raise NotImplementedError(f"{type(self).__name__} turns but does not turn back")
         return x
 
     def bias(self, mask: Mask, flow: Flow) -> Bias | None:

@@ -113,11 +113,17 @@ class RopePosition(Position):
         self.options = options
 
     def turn(self, x: Tensor, axis: Axis) -> Tensor:
+        return rotate(x, *self._angles(x, axis), self.options.pairing)
+
+    def turn_back(self, x: Tensor, axis: Axis) -> Tensor:
+        cos, sin = self._angles(x, axis)
+        return rotate(x, cos, -sin, self.options.pairing) / self.options.growth() ** 2  # both cos and sin have grown
+
+    def _angles(self, x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
         options, width = self.options, x.shape[-1]
 
         def make() -> tuple[Tensor, Tensor]:
             theta = options.frequencies(width, x.device)
             return angles(axis.position, theta, x.dtype, options.growth())
 
-        cos, sin = axis.once((options, width, x.dtype), make)
-        return rotate(x, cos, sin, options.pairing)
+        return axis.once((options, width, x.dtype), make)
