@@ -43,7 +43,7 @@ def test_written_out(combine, key_embedding):
     layer, x = make(f"mhe(combine={combine}, key_embedding={key_embedding})"), batch()
     close(layer(x), written_out(layer, x, rope))
     still = twin(layer, f"mhe(combine={combine}, key_embedding={key_embedding}) + rope(none)")
-    assert still.project.views == ("expanded", "absorbed") and still._view(TOKENS) == "absorbed"
+    assert still.project.views == ("expanded", "absorbed") and still.view(TOKENS) == "absorbed"
     close(still(x), written_out(still, x, lambda t: t), 1e-13)
     differ(still(x), layer(x))
 
