@@ -161,7 +161,7 @@ def test_importance_is_output_times_gradient():
     layer.gates[0].gate = spy
     (scores,) = importance(layer, lambda links: quadratic(layer(x, links=links)), 2).values()
     layer.gates[0].gate = original
-    loss = quadratic(layer.project.output(kept["o"])).sum()
+    loss = quadratic(layer.project.output(kept["o"], None)).sum()
     (slope,) = torch.autograd.grad(loss, kept["o"])
     close(scores, (kept["o"] * slope).sum((2, 3)).abs().mean(0))
 

@@ -161,7 +161,7 @@ def test_outputs_are_convex_combinations_of_visible_keys(spec, monkeypatch):
     layer, x = make(f"qkv-sharing({spec}) + rope(none)"), batch()
     seen = []
     output = layer.project.output
-    monkeypatch.setattr(layer.project, "output", lambda o: seen.append(o) or output(o))
+    monkeypatch.setattr(layer.project, "output", lambda o, flow: seen.append(o) or output(o, flow))
     call = call_of(layer, x, monkeypatch)
     assert call.k is call.v
     k = call.k.repeat_interleave(HEADS // call.k.shape[1], 1)

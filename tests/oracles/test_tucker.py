@@ -150,7 +150,7 @@ def test_a_latent_of_two_channels_turns_by_one_radian_a_token():
     score = (a * cos - b * sin) * c + (b * cos + a * sin) * d
     own = (q * p.k_proj(x)[:, 1:]).sum(-1)
     share = torch.stack([score, own], -1).mul(WIDTH**-0.5).softmax(-1)
-    close(layer(x)[:, 1:], p.output(share[:, :, None] @ p.v_proj(x)[:, None]), 1e-7)
+    close(layer(x)[:, 1:], p.output(share[:, :, None] @ p.v_proj(x)[:, None], None), 1e-7)
 
 
 @pytest.mark.parametrize(("shared", "stored"), [("false", 16), ("true", 8)])

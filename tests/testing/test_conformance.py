@@ -78,7 +78,7 @@ def test_bidirectional_pair(spec):
     check(spec, laws=[law for law in TOGETHER if law.__name__ in UNORDERED], site=BOTH_WAYS)
 
 
-@pytest.mark.parametrize("spec", singles())
+@pytest.mark.parametrize("spec", singles(Site(1, 2, kv_source=0)))
 def test_shared_rows(spec):
     check(spec, laws=[shared_rows])
 

@@ -112,7 +112,7 @@ class LatentProject(Project):
     def undo(self, o: Tensor, flow: Flow) -> Tensor:
         return per_head(o, self._up()[1].transpose(-1, -2)) if flow.view == "absorbed" else o
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
 

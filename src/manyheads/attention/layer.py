@@ -121,7 +121,7 @@ class Attention(nn.Module):
             q = self._edit(q, piece.on_q, flow)
         if self.rotate_at == "write":
             q = self._turn(q, "q", flow.q)
-        flow.rows = self._rows(flow, cache)
+        flow.rows = self._rows(q, flow, cache)
         flow.view = self.view(flow.q.length)
         q, k, v, axis = self._read(q, flow)
         call = Call(q, k, v, self._mask(flow, axis, mask), self.layout.scale)
@@ -137,7 +137,7 @@ class Attention(nn.Module):
             o = piece.v_after(o, flow)
         for piece in cast(Sequence[Gate], self.gates):
             o = piece.gate(o, flow)
-        y = self.project.output(o)
+        y = self.project.output(o, flow)
         for piece in reversed(cast(Sequence[Tokens], self.tokens)):
             y = piece.leave(y, flow)
         if isinstance(cache, Cache) and flow.new_state:
@@ -210,7 +210,7 @@ class Attention(nn.Module):
             flow.x, flow.q = x, axis
         return flow
 
-    def _rows(self, flow: Flow, cache: transformers.Cache | None) -> Rows:
+    def _rows(self, q: Tensor, flow: Flow, cache: transformers.Cache | None) -> Rows:
         """This pass's rows, transformed, rotated and cached; or another layer's; or the context's, kept from before."""
         layer, source = self.site.layer, self.site.kv_source
         if source is not None:
@@ -229,7 +229,7 @@ class Attention(nn.Module):
                     rows[name] = self._edit(rows[name], hook, flow) if entry.role == "k" else hook(rows[name], flow)
         if self.rotate_at == "write":
             rows = {name: self._turn(row, name, flow.new) for name, row in rows.items()}
-        written = self._store(rows, flow, cache)
+        written = self._store(self.project.settle(q, rows, flow), flow, cache)
         flow.links.rows[layer] = written
         return written
 
@@ -346,7 +346,9 @@ class Attention(nn.Module):
                 (groups, queries, heads.v_width), (queries, self.dim),
             )
         )  # fmt: skip
-        flow, lse = Flow(x, x, axis, axis, Links(), self.site.layer, memo={"queries": q}), False
+        entries = {name: one.expand(1, e.heads, queries, e.width) for name, e in self.entries.items()}
+        rows, lse = Rows(entries, axis), False
+        flow = Flow(x, x, axis, axis, Links(), self.site.layer, rows=rows, memo={"queries": q}, described=True)
         biased = any(type(piece).bias is not Position.bias for piece in cast(Sequence[Position], self.positions))
         call = Call(q, k, v, Mask(axis, axis), heads.scale, (lambda q, k: one) if biased else None)
         for piece in self.splitting:

@@ -30,14 +30,16 @@ class Links:
     """The one channel between the layers of a pass: explicit tensors in, explicit tensors out.
 
     `rows` holds what layers with readers wrote, by layer; `handed` what select parts hand to later layers, by layer;
-    `aux` the auxiliary losses by name; `memo` what is computed once a pass. The stack (or the caller of a lone layer)
-    owns it; no cache and no module ever does.
+    `aux` the auxiliary losses by name; `memo` what is computed once a pass; `residual` the stream before the norm of
+    the layer that runs now, where a block hands it on. The stack (or the caller of a lone layer) owns it; no cache and
+    no module ever does.
     """
 
     rows: dict[int, Rows] = field(default_factory=dict)
     handed: dict[int, Any] = field(default_factory=dict)
     aux: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
+    residual: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -47,7 +49,7 @@ class Flow:
     x: query side `[B, T, D]`; source: key side (x, or the context of cross-attention). q: axis of the queries; new:
     axis of the rows written in this pass. mask: as it was given, bool `[B or 1, H or 1, T, S]`, else None. state /
     new_state: per-sequence tensors before and after. turn: rotates what rotates of "q" or "k", for parts that place
-    keys themselves (`Piece.places`).
+    keys themselves (`Piece.places`). described: the pass is only described (`explain`): shapes are there, numbers not.
     """
 
     x: Tensor
@@ -65,6 +67,7 @@ class Flow:
     memo: dict[str, Any] = field(default_factory=dict)
     view: View = "expanded"
     training: bool = False
+    described: bool = False
     turn: Callable[[Tensor, str, Axis], Tensor] = lambda x, name, axis: x
 
     def add_loss(self, name: str, loss: Tensor) -> None:

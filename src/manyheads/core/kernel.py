@@ -26,6 +26,7 @@ class Call:
     """One attention problem: q `[B, H, T, E]`, k `[B, G, S, E]`, v `[B, G, S, V]`, query head h reads head h // (H/G).
 
     scale multiplies the scores and is always explicit. softcap: scores become `softcap · tanh(score / softcap)`.
+    program: score programs of this call alone, which run after those of the layer.
     """
 
     q: Tensor
@@ -35,6 +36,7 @@ class Call:
     scale: float
     bias: Bias | None = None
     softcap: float | None = None
+    program: tuple[ScoreProgram, ...] = ()
 
 
 class Deferred(Sequence[Call]):
@@ -67,6 +69,7 @@ class ScoreProgram(Protocol):
     def before(self, scores: Tensor, visible: Tensor, rows: slice) -> Tensor: ...
     def normalise(self, scores: Tensor, visible: Tensor) -> Tensor | None: ...
     def after(self, weights: Tensor, visible: Tensor, rows: slice) -> Tensor: ...
+    def read(self, weights: Tensor, call: Call, rows: slice) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def plan_call(call: Call, program: Sequence[object] = (), *, need_lse: bool = Fa
         t=call.q.shape[2],
         heads=call.q.shape[1],
         groups=call.k.shape[1],
-        program=[str(p) for p in program],
+        program=[str(p) for p in (*program, *call.program)],
         need_lse=need_lse,
         bias=call.bias is not None,
         softcap=call.softcap is not None,
@@ -157,7 +160,7 @@ def attend(
         kernel = plan_call(call, program, need_lse=need_lse, dropout=dropout).kernel
     elif kernel not in KERNELS:
         raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
-    return KERNELS[kernel](call, program, need_lse=need_lse, dropout=dropout)
+    return KERNELS[kernel](call, (*program, *call.program), need_lse=need_lse, dropout=dropout)
 
 
 def merge(outs: Sequence[Out]) -> Out:

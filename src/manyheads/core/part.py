@@ -36,7 +36,7 @@ FACTS = {
     "steady": "training computes what evaluation computes",
     "still values": "values as read do not rotate with their keys",
 }
-"""What a part may need, give or break. Combinations are judged from these alone."""
+"""What a part may need, give, break or keep. Combinations are judged from these alone."""
 
 
 class OptionError(ValueError):
@@ -100,10 +100,11 @@ class Site(NamedTuple):
 class Part:
     """Options of a mechanism. Subclass it as a frozen dataclass, register it, and give it a `build`.
 
-    slot: two parts with one slot exclude each other. needs, gives, breaks: facts (see `FACTS`). at: whether a
-    transform acts on rows before they are cached ("write"), when they are read ("read"), or where the projection
-    allows ("either"). hint: for a fact it needs, the nearest legal choice when something breaks it. examples: options
-    that fit a layer of dim 24 with 4 heads, for `manyheads.testing`; each should be another way through the code.
+    slot: two parts with one slot exclude each other. needs, gives, breaks: facts (see `FACTS`); keeps: those that no
+    later part may break. at: whether a transform acts on rows before they are cached ("write"), when they are read
+    ("read"), or where the projection allows ("either"). hint: for a fact it needs or keeps, the nearest legal choice
+    when something breaks it. examples: options that fit a layer of dim 24 with 4 heads, for `manyheads.testing`; each
+    should be another way through the code.
     """
 
     name: ClassVar[str]
@@ -123,6 +124,10 @@ class Part:
 
     @property
     def breaks(self) -> frozenset[str]:
+        return NONE
+
+    @property
+    def keeps(self) -> frozenset[str]:
         return NONE
 
     @property
@@ -214,6 +219,10 @@ class Project(Piece):
         """The channels that rotate: of "q", of an entry, or of "k" (and "v": `turns_values`) as `keys` returns it."""
         return None
 
+    def settle(self, q: Tensor, rows: dict[str, Tensor], flow: Flow) -> dict[str, Tensor]:
+        """What is cached of the rows, once they and the queries are transformed and rotated."""
+        return rows
+
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
         """q, k, v in `flow.view` and the axis of the keys, from `flow.rows`."""
         raise NotImplementedError
@@ -222,7 +231,7 @@ class Project(Piece):
         """Head outputs from what attention returned in `flow.view`."""
         return o
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         """`[B, out, T, out_width]` to y `[B, T, D]`."""
         raise NotImplementedError
 
@@ -277,7 +286,7 @@ class Position(Piece):
 class Program(Piece):
     """An attend part on the explicit path. Shapes `[B, H, t, S]`; `rows` are the query rows of the tile.
 
-    scores and normalise return None to leave the plain product and softmax in place.
+    scores, normalise and read return None to leave the plain product, softmax and weighted sum of values in place.
     """
 
     halo: int = 0
@@ -293,6 +302,10 @@ class Program(Piece):
 
     def after(self, weights: Tensor, visible: Tensor, rows: slice, flow: Flow) -> Tensor:
         return weights
+
+    def read(self, weights: Tensor, call: Call, rows: slice, flow: Flow) -> Tensor | None:
+        """What heads read, `[B, heads, t, width]`: for values that depend on the query, or have heads of their own."""
+        return None
 
     def bind(self, flow: Flow) -> BoundProgram:
         return BoundProgram(self, flow)
@@ -322,6 +335,9 @@ class BoundProgram(NamedTuple):
 
     def after(self, weights: Tensor, visible: Tensor, rows: slice) -> Tensor:
         return self.piece.after(weights, visible, rows, self.flow)
+
+    def read(self, weights: Tensor, call: Call, rows: slice) -> Tensor | None:
+        return self.piece.read(weights, call, rows, self.flow)
 
 
 class Gate(Piece):

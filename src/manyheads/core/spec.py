@@ -58,6 +58,7 @@ class Spec:
         taken: dict[str, Part] = {}
         facts = site.facts
         broken: dict[str, Part] = {}
+        kept: dict[str, Part] = {}
         for part in self.parts:
             if part.slot is not None and part.slot in taken:
                 raise SpecError(
@@ -72,10 +73,17 @@ class Spec:
                     f"{part.name!r} needs {fact!r} ({FACTS[fact]}), {why}"
                     + (f"; nearest legal: {hint}" if hint else "")
                 )
+            breaks = part.breaks | ({"cached heads"} if part.at == "read" else NONE)
+            for fact in sorted(breaks & kept.keys()):
+                hint = kept[fact].hint.get(fact)
+                raise SpecError(
+                    f"{part.name!r} breaks {fact!r} ({FACTS[fact]}), which {kept[fact].name!r} relies on"
+                    + (f"; nearest legal: {hint}" if hint else "")
+                )
             if part.slot is not None:
                 taken[part.slot] = part
-            breaks = part.breaks | ({"cached heads"} if part.at == "read" else NONE)
             broken.update(dict.fromkeys(breaks & facts, part))
+            kept.update(dict.fromkeys(part.keeps, part))
             facts = (facts - breaks) | part.gives
         if sum(part.stage == "project" for part in self.parts) != 1:
             names = [part.name for part in self.parts if part.stage == "project"]

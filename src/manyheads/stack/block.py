@@ -40,7 +40,10 @@ class Block(GradientCheckpointingLayer):
         links: Links | None = None,
     ) -> Tensor:
         """x `[B, T, D]`; context_mask bool `[B or 1, 1, T, S]`; the rest as in `Attention`."""
+        links = Links() if links is None else links
+        links.residual = x
         x = x + self.attention(self.attention_norm(x), positions=positions, mask=mask, cache=cache, links=links)
+        links.residual = None
         if self.cross is not None and self.cross_norm is not None:
             x = x + self.cross(
                 self.cross_norm(x), positions=positions, mask=context_mask, cache=cache, context=context, links=links

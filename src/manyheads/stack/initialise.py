@@ -19,7 +19,7 @@ def initialise(root: nn.Module, layers: int, std: float = 0.02) -> None:
     for name, module in root.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.is_meta or _chosen(module.weight):
             continue
-        scale = (2 * layers) ** -0.5 if name.rpartition(".")[2] in TO_RESIDUAL else 1.0
+        scale = (2 * layers) ** -0.5 if any(word in TO_RESIDUAL for word in name.split(".")) else 1.0
         nn.init.normal_(module.weight, std=std * scale)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -12,6 +12,7 @@ from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.part import Gate, Heads, OptionError, Part, Site
 from manyheads.core.registry import register
+from manyheads.core.router import Routing, route
 
 
 @register
@@ -93,9 +94,8 @@ class MoHGate(Gate):
             one = flow.x.new_ones(*flow.x.shape[:2], self.shared)
             parts.append(one if self.share is None else self.shared * self.share(flow.x).softmax(-1))
         if self.route is not None:
-            chance = self.route(flow.x).softmax(-1)
-            kept = self._choose(chance, flow) * chance
-            parts.append(self.top * kept / kept.sum(-1, keepdim=True).clamp_min(torch.finfo(kept.dtype).eps))
+            routing = self._balanced(route(self.route(flow.x), self.top), flow)
+            parts.append(routing.spread(self.top * routing.gates("full")))
         else:
             parts.append(flow.x.new_full((*flow.x.shape[:2], self.routed), min(self.top, 1)))
         if self.balance is not None:
@@ -105,16 +105,13 @@ class MoHGate(Gate):
 
     def _norm(self, flow: Flow) -> Tensor:
         norms = flow.memo["queries"].norm(dim=-1).transpose(1, 2)[..., self.shared :]
-        chance = (norms / norms.std(-1, keepdim=True)).softmax(-1)
-        chosen = self._choose(chance, flow)
-        gate = chosen - chance.detach() + chance if flow.training else chosen
+        routing = self._balanced(route(norms / norms.std(-1, keepdim=True), self.top), flow)
+        gate = routing.spread(torch.ones_like(routing.gates()))
+        gate = gate - routing.chance.detach() + routing.chance if flow.training else gate
         return torch.cat([norms.new_ones(*norms.shape[:2], self.shared), gate], -1)
 
-    def _choose(self, chance: Tensor, flow: Flow) -> Tensor:
-        """1 for the `top` likeliest heads of a token, `[B, T, H_r]`; notes the balance loss in training."""
-        chosen = torch.zeros_like(chance).scatter(-1, chance.topk(self.top, -1).indices, 1.0)
+    def _balanced(self, routing: Routing, flow: Flow) -> Routing:
+        """The routing, its balance loss noted in training."""
         if flow.training:
-            tokens = flow.q.validity.expand(chance.shape[:2])[..., None].to(chance.dtype)
-            mean_chance, mean_chosen = ((x * tokens).sum((0, 1)) / tokens.sum() for x in (chance, chosen))
-            flow.add_loss("moh", self.routed * (mean_chance * mean_chosen).sum())
-        return chosen
+            flow.add_loss("moh", routing.balance(flow.q.validity))
+        return routing

@@ -163,5 +163,5 @@ class CCAProject(Project):
         assert flow.rows is not None
         return q, flow.rows["k"], flow.rows["v"], flow.rows.axis
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))

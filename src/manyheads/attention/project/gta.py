@@ -116,5 +116,5 @@ class GTAProject(Project):
             k = torch.cat([k, flow.rows["rotary"].expand(-1, self.kv_heads, -1, -1)], -1)
         return q, k, state, flow.rows.axis
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))

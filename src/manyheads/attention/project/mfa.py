@@ -119,5 +119,5 @@ class MFAProject(Project):
     def undo(self, o: Tensor, flow: Flow) -> Tensor:
         return o + self.value_gate * self.value_map(o) if self.reuse else o
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))

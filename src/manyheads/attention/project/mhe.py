@@ -139,5 +139,5 @@ class MHEProject(Project):
             return o * (1 + self.v_heads[:, None])
         return o[..., :-1] + o[..., -1:] * self.v_heads[:, None]
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))

@@ -163,7 +163,7 @@ class QKVSharingProject(Project):
         k, v = (self._whole(rows.tensors), rows["tied"]) if self.ties_v else (rows["k"], rows["v"])
         return q, k, v, rows.axis
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
 

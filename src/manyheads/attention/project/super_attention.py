@@ -141,5 +141,5 @@ class SuperAttentionProject(Project):
         k, v = {"optimised": ("k", "v"), "efficient": ("x", "x"), "super": ("x", "v")}[self.form]
         return q, flow.rows[k], flow.rows[v], flow.rows.axis
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         return self.o_proj(o.transpose(1, 2).flatten(2))

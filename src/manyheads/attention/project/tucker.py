@@ -140,6 +140,6 @@ class TuckerProject(Project):
         k, v = ("latent", "latent") if self.shared else ("k", "v")
         return q, flow.rows[k], flow.rows[v], flow.rows.axis
 
-    def output(self, o: Tensor) -> Tensor:
+    def output(self, o: Tensor, flow: Flow) -> Tensor:
         maps = torch.einsum("ha,bhtk->batk", self.o_heads, o)
         return self.o_proj(torch.einsum("ajk,batk->btj", self.o_core, maps))

@@ -102,7 +102,7 @@ class FullSelect(Piece):
         self.options, self.kv, self.serves = options, heads.kv, serves
 
     def split(self, call: Call, flow: Flow) -> Sequence[Call]:
-        if self.serves and flow.rows is not None:
+        if self.serves and not flow.described:
             chunks = Chunks.along(call.mask.k, self.options.block)
             chosen = self._choose(call, chunks)
             flow.links.handed[flow.layer] = Shared(call.k, call.v, call.mask.k, chunks, chosen)
@@ -132,7 +132,7 @@ class SparseSelect(Piece):
             nn.init.zeros_(gate.bias)
 
     def split(self, call: Call, flow: Flow) -> list[Call]:
-        if flow.rows is None:  # only described
+        if flow.described:
             return [call, call]
         shared = self._shared(call, flow)
         far = replace(call, k=shared.k, v=shared.v, mask=replace(call.mask, k=shared.axis))

@@ -101,8 +101,9 @@ class LongHeadsSelect(Piece):
             }
 
     def split(self, call: Call, flow: Flow) -> Sequence[Call]:
-        if flow.rows is None:  # only described
+        if flow.described:
             return [call]
+        assert flow.rows is not None
         grid = Chunks.along(flow.rows.log or flow.rows.axis, self.chunk)
         keys = self._chunk_keys(call, flow, grid)
         early, first = flow.memo["longheads"] = self._reach(call.mask.q)

@@ -110,7 +110,7 @@ class LycheeSelect(Piece):
     def split(self, call: Call, flow: Flow) -> Sequence[Call]:
         options = self.options
         full = options.prefill == "full" and call.q.shape[2] > 1 and not flow.training
-        if flow.rows is None or full:  # only described, or not decoding yet
+        if flow.described or full:  # or not decoding yet
             return [call]
         given = self._given(flow)
         if given is not None and self.gates is not None and flow.training:

@@ -7,6 +7,7 @@ causal. Where all tiles together are large, each is recomputed in the backward p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -54,13 +55,14 @@ def _tile(
     rows = slice(max(0, cut.start - halo), cut.stop)
     own = slice(cut.start - rows.start, None)
     keys = slice(0, call.mask.reach(cut))
+    near = replace(call, k=call.k[:, :, keys], v=call.v[:, :, keys], mask=replace(call.mask, k=call.mask.k[keys]))
     q, k, v = call.q[:, :, rows], k[:, :, keys], v[:, :, keys]
     scores = next((x for p in program if (x := p.scores(q, k, call.scale)) is not None), None)
     if scores is None:
         scores = (q * call.scale) @ k.transpose(-1, -2)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    visible = call.mask.tile(rows, keys)
+    visible = near.mask.tile(rows)
     for p in program:
         scores = p.before(scores, visible, rows)
     if call.bias is not None:
@@ -73,4 +75,6 @@ def _tile(
     if dropout:
         weights = F.dropout(weights, dropout)
     lse = masked_lse(scores, visible)[:, :, own] if need_lse else None
-    return weights[:, :, own] @ v, lse
+    weights = weights[:, :, own]
+    o = next((x for p in program if (x := p.read(weights, near, cut)) is not None), None)
+    return (weights @ v if o is None else o), lse

@@ -1,0 +1,126 @@
+"""Routers: choices, gates, losses, and experts applied without a shape that depends on data."""
+
+import math
+
+import pytest
+import torch
+
+from manyheads.core.router import Router, dispatch, route
+
+VALID = torch.ones(1, 10, dtype=torch.bool)
+
+
+def routing(top=2, experts=5, **options):
+    return route(torch.randn(3, 10, experts, dtype=torch.float64), top, **options)
+
+
+def test_gates():
+    """none: they sum to the kept chance; detach and full: to one."""
+    routed = routing()
+    best = routed.chance.topk(2, -1).values
+    assert torch.equal(routed.gates(), best)
+    for renorm in ("detach", "full"):
+        torch.testing.assert_close(routed.gates(renorm), best / best.sum(-1, keepdim=True))
+    dense = routed.spread(routed.gates())
+    assert torch.equal(dense.sum(-1), best.sum(-1)) and ((dense > 0).sum(-1) == 2).all()
+
+
+@pytest.mark.parametrize("renorm", ["none", "detach", "full"])
+def test_a_lone_gate_trains_the_router_unless_its_sum_is_trained_too(renorm):
+    logits = torch.randn(1, 4, 5, dtype=torch.float64, requires_grad=True)
+    routed = route(logits, 1)
+    (gradient,) = torch.autograd.grad(routed.gates(renorm).sum(), logits)
+    (chance,) = torch.autograd.grad(logits.log_softmax(-1).amax(-1).sum(), logits)  # of p/p is that of log p
+    if renorm == "full":
+        assert gradient.abs().max() < 1e-12
+    elif renorm == "detach":
+        torch.testing.assert_close(gradient, chance)
+    else:
+        assert gradient.abs().max() > 1e-3
+
+
+def test_losses_at_their_ends():
+    even, experts = route(torch.zeros(1, 10, 5), 2), 5
+    assert math.isclose(even.balance(VALID), 2, rel_tol=1e-6)
+    assert math.isclose(even.size(VALID), math.log(experts) ** 2, rel_tol=1e-6)
+    assert math.isclose(routing(top=5).balance(VALID), 5, rel_tol=1e-6)  # everyone is always chosen
+    one = torch.zeros(1, 10, experts)
+    one[..., 3] = 60.0
+    assert math.isclose(route(one, 1).balance(VALID), experts, rel_tol=1e-6)
+
+
+def test_losses_by_hand_and_without_padding():
+    routed, valid = routing(), torch.rand(3, 10) < 0.6
+    chance, load, squares = torch.zeros(5).double(), torch.zeros(5).double(), []
+    for b, t in valid.nonzero().tolist():
+        chance += routed.chance[b, t]
+        load += torch.bincount(routed.chosen[b, t], minlength=5)
+        squares.append(routed.logits[b, t].logsumexp(-1) ** 2)
+    switch = 5 * (chance / chance.sum() * load / load.sum()).sum()
+    torch.testing.assert_close(routed.balance(valid) / 2, switch)
+    torch.testing.assert_close(routed.size(valid), torch.stack(squares).mean())
+
+
+def test_sampling_keeps_the_best_and_draws_the_others_by_chance():
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -40.0]).expand(1, 4000, 5)
+    chosen = route(logits, 3, sample=2).chosen[0]
+    assert (chosen[:, 0] == 0).all()
+    drawn = torch.bincount(chosen[:, 1], minlength=5) / 4000
+    torch.testing.assert_close(drawn[1:4], logits[0, 0, 1:4].softmax(-1), atol=0.03, rtol=0)
+    assert (chosen.sort(-1)[0].diff(dim=-1) > 0).all() and drawn[0] == 0
+    certain = route(torch.tensor([[[300.0, 0.0, 0.0]]]), 2, sample=1).chosen  # no chance is left to the others
+    assert certain[0, 0, 0] == 0 and certain[0, 0, 1] != 0
+
+
+def test_noise_and_sampling_are_for_training():
+    router, x = Router(6, 5, 2, noisy=True, sample=1), torch.randn(1, 50, 6)
+    torch.nn.init.normal_(router.score.weight)
+    assert not torch.equal(router(x).logits, router(x).logits)
+    router.eval()
+    assert torch.equal(router(x).logits, router.score(x))
+    assert torch.equal(router(x).chosen, router.score(x).topk(2, -1).indices)
+
+
+def test_noise_has_its_learned_size():
+    router, x = Router(6, 4, 2, noisy=True), torch.randn(1, 1, 6).expand(1, 4000, 6)
+    noise = router(x).logits - router.score(x)
+    size = torch.nn.functional.softplus(router.noise(x[0, 0])) + 0.01
+    torch.testing.assert_close(noise[0].std(0), size, atol=0, rtol=0.1)
+
+
+def test_first_scores():
+    """All experts alike where all are on; else small differences, lest every token go to the same ones."""
+    assert not Router(64, 8, 8).score.weight.any()
+    assert abs(Router(64, 8, 2).score.weight.std() - 0.01) < 0.001
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "top", "experts"), [(7, 2, 5), (50, 3, 8), (1, 2, 8), (3, 8, 8), (64, 1, 4), (9, 7, 8), (2, 1, 1)]
+)
+def test_dispatch_is_a_loop_over_experts(tokens, top, experts, shared):
+    """Outputs and gradients of every expert on every token with zeros for those not chosen."""
+    x = torch.randn(tokens, 1 if shared else top, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(experts, 6, 4, dtype=torch.float64, requires_grad=True)
+    for chosen in (torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]),
+                   torch.arange(top).expand(tokens, -1)):  # fmt: skip
+        y = dispatch(x, weight, chosen)
+        want = sum(
+            (chosen == expert)[..., None] * (x.expand(-1, top, -1) @ weight[expert]) for expert in range(experts)
+        )
+        torch.testing.assert_close(y, want)
+        both = [torch.autograd.grad(out.pow(2).sum(), (x, weight)) for out in (y, want)]
+        for mine, theirs in zip(*both, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("experts", [4, 64])
+def test_dispatch_works_for_the_chosen_only(experts):
+    """At most about twice the rows, with the most uneven load too."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weight, chosen = torch.randn(256, 1, 8), torch.randn(experts, 8, 16), torch.zeros(256, 2, dtype=torch.long)
+    chosen[:, 1] = 1
+    with FlopCounterMode(display=False) as counter:
+        dispatch(x, weight, chosen)
+    assert 1 <= counter.get_total_flops() / (2 * 256 * 2 * 8 * 16) <= 2
