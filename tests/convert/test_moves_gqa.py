@@ -88,7 +88,7 @@ def test_pooled_keys_are_the_mean_of_rotated_keys():
     source, x = layer(MHA), inputs()
     made = ToGQA(2, "mean")(source, measured(source, x))
     flows = [each._flow(x, None, None, None, None, None) for each in (source, made)]
-    many, few = (each._rows(flow, None)["k"] for each, flow in zip((source, made), flows, strict=True))
+    many, few = (each._rows(None, flow, None)["k"] for each, flow in zip((source, made), flows, strict=True))
     close(few, many.unflatten(1, (2, 2)).mean(2), 1e-9)
 
 

@@ -215,7 +215,7 @@ class Largest(TorchDispatchMode):
 class Mix:
     """A score program that looks one row back: scores gain half of the row above."""
 
-    halo = 1
+    halo, maps, terms = 1, 1, ()
 
     def scores(self, q, k, scale):
         return None

@@ -77,16 +77,19 @@ class Attention(nn.Module):
         roles = {entry.role for entry in self.entries.values()}
         can_write = self.site.kv_source is None and {"k", "v"} <= roles
         late: bool = not can_write and self.site.kv_source is None
+        alike = all(piece.alike for piece in cast(Sequence[Position], self.positions))
+        read, self.rotate_at = False, self.project.rotate
         self.early_transforms: list[Transform] = []
         self.late_transforms: list[Transform] = []
         for piece in cast(Sequence[Transform], self.transforms):
-            late = late or piece.at == "read"
-            (self.late_transforms if late else self.early_transforms).append(piece)
-        reads = self.project.rotate == "read" or any(piece.at == "read" for piece in self.late_transforms)
+            read = read or piece.at == "read"
+            (self.late_transforms if late or read else self.early_transforms).append(piece)
+            if read and not (piece.commutes and alike):
+                self.rotate_at = "read"
         if self.project.turns_values and len(self.transforms):  # keys and values are transformed apart, then rotated
-            reads = True
-        placed = any(piece.places for piece in self._pieces())
-        self.rotate_at = "select" if placed else "read" if reads else "write"
+            self.rotate_at = "read"
+        if any(piece.places for piece in self._pieces()):
+            self.rotate_at = "select"
         self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
         self.splitting = [piece for piece in self._pieces() if type(piece).split is not Piece.split]
 
@@ -123,8 +126,8 @@ class Attention(nn.Module):
             q = self._turn(q, "q", flow.q)
         flow.rows = self._rows(q, flow, cache)
         flow.view = self.view(flow.q.length)
-        q, k, v, axis = self._read(q, flow)
-        call = Call(q, k, v, self._mask(flow, axis, mask), self.layout.scale)
+        q, k, v, axes = self._read(q, flow)
+        call = Call(q, k, v, self._mask(flow, *axes, mask), self.layout.scale)
         for piece in cast(Sequence[Position], self.positions):
             bias = piece.bias(call.mask, flow)
             if bias is not None:
@@ -252,8 +255,8 @@ class Attention(nn.Module):
         tensors = write_stock(cache, self.site.layer, rows, self.entries)
         return Rows(tensors, _stock_axis(flow.q, first, next(iter(tensors.values())).shape[2]))
 
-    def _read(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
-        """q, k, v as the kernel takes them, after transforms and rotation on the reading side."""
+    def _read(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, tuple[Axis, Axis]]:
+        """q, k, v as the kernel takes them, after transforms and rotation on the reading side, and their axes."""
         for piece in self.late_transforms:
             q = self._edit(q, piece.on_q, flow)
         for piece in cast(Sequence[Position], self.positions):
@@ -262,15 +265,17 @@ class Attention(nn.Module):
             for piece in reversed(self.late_transforms):
                 q = self._edit(q, piece.k_adjoint, flow)
         q, k, v, axis = self.project.keys(q, flow)
+        axes = flow.q, axis
         for piece in self.late_transforms:
+            axes = piece.axes(*axes)
             if flow.view == "expanded":
                 k = self._edit(k, piece.on_k, flow)
             if not self._after(flow):
                 v = piece.on_v(v, flow)
         if self.rotate_at == "read":
-            q, k = self._turn(q, "q", flow.q), self._turn(k, "k", axis)
-            v = self._turn(v, "v", axis) if self.project.turns_values else v
-        return q, k, v, axis
+            q, k = self._turn(q, "q", axes[0]), self._turn(k, "k", axes[1])
+            v = self._turn(v, "v", axes[1]) if self.project.turns_values else v
+        return q, k, v, axes
 
     def _after(self, flow: Flow) -> bool:
         """Values are final only after `undo`, so transforms of them come behind it (they are linear: see `view`)."""
@@ -283,7 +288,7 @@ class Attention(nn.Module):
             return cast(View, views[0])
         return "absorbed" if queries <= self.project.absorb_below else "expanded"
 
-    def _mask(self, flow: Flow, axis: Axis, mask: Tensor | Mask | None) -> Mask:
+    def _mask(self, flow: Flow, q: Axis, k: Axis, mask: Tensor | Mask | None) -> Mask:
         rules: list[Rule] = [rule for piece in self.ruling for rule in piece.rules(flow)]
         if isinstance(mask, Mask):
             rules = [*mask.rules, *rules]
@@ -293,7 +298,7 @@ class Attention(nn.Module):
             rules = [causal, *rules]
         for piece in cast(Sequence[Tokens], self.tokens):
             rules = [piece.widen(rule, flow) for rule in rules]
-        return Mask(flow.q, axis, tuple(rules))
+        return Mask(q, k, tuple(rules))
 
     def _attend(self, call: Call, pieces: list[Piece], flow: Flow, need_lse: bool = False) -> Out:
         """Split, solve, join: parts may turn one attention problem into several."""
@@ -329,7 +334,8 @@ class Attention(nn.Module):
         if cut is None or not len(self.positions):
             return x
         for piece in cast(Sequence[Position], self.positions):
-            x = _on_channels(x, cut, lambda part, turn=piece.turn_back if back else piece.turn: turn(part, axis))
+            turn = piece.turn_back if back else piece.turn_q if name == "q" else piece.turn
+            x = _on_channels(x, cut, lambda part, turn=turn: turn(part, axis))
         return x
 
     def explain(self, queries: int) -> Plan:
@@ -339,18 +345,22 @@ class Attention(nn.Module):
         groups = self.project.key_heads.get(view, 1 if view == "absorbed" else heads.kv)
         one = next(self.parameters()).detach().flatten()[:1]  # shapes without memory
         axis = Axis(queries, 0, device=one.device)
+        axes = axis, axis
+        for piece in self.late_transforms:
+            axes = piece.axes(*axes)
+        t, s = (each.length for each in axes)
         q, k, v, x = (
             one.expand(1, *shape)
             for shape in (
-                (heads.q, queries, heads.qk_width), (groups, queries, heads.qk_width),
-                (groups, queries, heads.v_width), (queries, self.dim),
+                (heads.q, t, heads.qk_width), (groups, s, heads.qk_width), (groups, s, heads.v_width),
+                (queries, self.dim),
             )
         )  # fmt: skip
         entries = {name: one.expand(1, e.heads, queries, e.width) for name, e in self.entries.items()}
         rows, lse = Rows(entries, axis), False
         flow = Flow(x, x, axis, axis, Links(), self.site.layer, rows=rows, memo={"queries": q}, described=True)
         biased = any(type(piece).bias is not Position.bias for piece in cast(Sequence[Position], self.positions))
-        call = Call(q, k, v, Mask(axis, axis), heads.scale, (lambda q, k: one) if biased else None)
+        call = Call(q, k, v, Mask(*axes), heads.scale, (lambda q, k: one) if biased else None)
         for piece in self.splitting:
             calls = piece.split(call, flow)
             call, lse = calls[0], lse or (len(calls) > 1 and piece.joins_by_lse)

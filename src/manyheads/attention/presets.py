@@ -123,3 +123,23 @@ class QKVSharingPlus:
     def parts(self) -> tuple[Part, ...]:
         kv_heads = "none" if self.kv_heads is None else self.kv_heads
         return Spec.parse(f"qkv-sharing(tie={self.tie}, kv_heads={kv_heads}) + pair-bias(of={self.of})").parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class MEA:
+    """Explicit multi-head attention: `head_composition` of keys and values, and a `head_norm` of what is read of them.
+
+    Options: kv_heads, the heads composed of the cached ones (default: as many).
+
+    Source: arXiv 2601.19611. A converted model keeps its outputs only without the norm: use `head_composition` alone.
+    """
+
+    name: ClassVar[str] = "mea"
+    paper: ClassVar[str] = "arXiv 2601.19611"
+
+    kv_heads: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        heads = "" if self.kv_heads is None else f"(kv_heads={self.kv_heads})"
+        return Spec.parse(f"head_composition{heads} + head_norm").parts

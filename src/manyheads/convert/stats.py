@@ -95,7 +95,7 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
     gram = (gram.transpose(1, 2) @ gram).to(x.dtype)  # [H, v, v]: |R W_O u|² = uᵀ gram u
     positions = torch.arange(t).expand(n, -1) if positions is None else positions
     whole = Axis(t, 0, device=x.device)
-    hidden = ~attention._mask(attention._flow(x[:1], whole, None, None, None, None), whole, None).tile()[0, 0]
+    hidden = ~attention._mask(attention._flow(x[:1], whole, None, None, None, None), whole, whole, None).tile()[0, 0]
     distance, value = x.new_zeros(layout.q, int(positions.max()) + 1), x.new_zeros(layout.q)
     query = x.new_zeros(layout.q, layout.qk_width, layout.qk_width)
     key_tokens, value_tokens = x.new_zeros(n, t), x.new_zeros(n, t)

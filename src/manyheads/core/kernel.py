@@ -60,11 +60,27 @@ class Out:
     lse: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Term:
+    """One of the softmaxes that a score program is the sum of: of `change(score)` (-inf hides a key), times `sign`."""
+
+    sign: int
+    change: Callable[[Tensor], Tensor]
+
+
 class ScoreProgram(Protocol):
-    """What attend parts do on the explicit path, on tiles of query rows (shapes `[B, H, t, S]`)."""
+    """What attend parts do on the explicit path, on tiles of query rows (shapes `[B, H, t, S]`).
+
+    maps: score maps that it holds at once for each head, which a tile makes room for. terms: the same as softmaxes over
+    keys of their own, which a kernel that can change single scores runs fused.
+    """
 
     @property
     def halo(self) -> int: ...
+    @property
+    def maps(self) -> int: ...
+    @property
+    def terms(self) -> Sequence[Term]: ...
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor | None: ...
     def before(self, scores: Tensor, visible: Tensor, rows: slice) -> Tensor: ...
     def normalise(self, scores: Tensor, visible: Tensor) -> Tensor | None: ...

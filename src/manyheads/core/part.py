@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from manyheads.core.cache import Entry, State
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
-from manyheads.core.kernel import Bias, Call, Out, merge
+from manyheads.core.kernel import Bias, Call, Out, Term, merge
 from manyheads.core.mask import Axis, Mask, Rule
 
 Stage = Literal["tokens", "project", "transform", "position", "select", "attend", "gate"]
@@ -49,7 +49,8 @@ class Heads(NamedTuple):
     q, kv: score heads and key heads, query head h reads key head h // (q/kv). qk_width, v_width: channels of a key
     and a value. out, out_width: head outputs before the output projection. rotary: the channels of q and k that
     rotate. content: the channels that transforms may touch. keep: how many of the newest keys are ever seen (None:
-    all). grouped: False where a part pairs query heads with key heads itself, so that kv need not divide q.
+    all). grouped: False where a part pairs query heads with key heads itself, so that kv need not divide q. read: a
+    transform before this point acts when rows are read, so those from here on do too, whoever wrote the rows.
     """
 
     dim: int
@@ -64,6 +65,7 @@ class Heads(NamedTuple):
     content: slice = slice(None)
     keep: int | None = None
     grouped: bool = True
+    read: bool = False
 
     @classmethod
     def start(cls, dim: int, heads: int) -> Heads:
@@ -240,9 +242,11 @@ class Transform(Piece):
     """Changes head features. `x` of the hooks holds the content channels of each head, `[B, heads, N, width]`.
 
     linear: k_map and v_map exist, so that the transform also acts where keys are never formed (an absorbed view).
+    commutes: with a rotation that is the same for every head, so that rows may be rotated before it (`Position.alike`).
     """
 
     linear = False
+    commutes = False
 
     def on_q(self, q: Tensor, flow: Flow) -> Tensor:
         return q
@@ -252,6 +256,10 @@ class Transform(Piece):
 
     def on_v(self, v: Tensor, flow: Flow) -> Tensor:
         return v
+
+    def axes(self, q: Axis, k: Axis) -> tuple[Axis, Axis]:
+        """The axes of queries and keys as it leaves them, where it makes several rows of one when these are read."""
+        return q, k
 
     def k_adjoint(self, q: Tensor, flow: Flow) -> Tensor:
         """q' with q'·k = q·on_k(k) for every key."""
@@ -263,7 +271,12 @@ class Transform(Piece):
 
 
 class Position(Piece):
-    """How positions enter: by turning channels of q and k, by a term added to q, or as a bias on the scores."""
+    """How positions enter: by turning channels of q and k, by a term added to q, or as a bias on the scores.
+
+    alike: turning is linear and the same for every head, so that it commutes with what mixes heads.
+    """
+
+    alike = True
 
     def on_q(self, q: Tensor, flow: Flow) -> Tensor:
         """Queries as they meet the keys of their heads, all channels `[B, H, T, E]` (before an absorbed view)."""
@@ -272,6 +285,10 @@ class Position(Piece):
     def turn(self, x: Tensor, axis: Axis) -> Tensor:
         """Rotate the rotary channels of queries or keys, `[B, heads, N, rotary width]`."""
         return x
+
+    def turn_q(self, q: Tensor, axis: Axis) -> Tensor:
+        """The same for queries, where they turn otherwise than keys."""
+        return self.turn(q, axis)
 
     def turn_back(self, x: Tensor, axis: Axis) -> Tensor:
         """The inverse of `turn`."""
@@ -287,9 +304,12 @@ class Program(Piece):
     """An attend part on the explicit path. Shapes `[B, H, t, S]`; `rows` are the query rows of the tile.
 
     scores, normalise and read return None to leave the plain product, softmax and weighted sum of values in place.
+    maps, terms: see `ScoreProgram`.
     """
 
     halo: int = 0
+    maps: int = 1
+    terms: Sequence[Term] = ()
 
     def scores(self, q: Tensor, k: Tensor, scale: float, flow: Flow) -> Tensor | None:
         return None
@@ -320,6 +340,14 @@ class BoundProgram(NamedTuple):
     @property
     def halo(self) -> int:
         return self.piece.halo
+
+    @property
+    def maps(self) -> int:
+        return self.piece.maps
+
+    @property
+    def terms(self) -> Sequence[Term]:
+        return self.piece.terms
 
     def __str__(self) -> str:
         return type(self.piece).__name__

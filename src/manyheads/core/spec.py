@@ -95,11 +95,13 @@ class Spec:
         steps: list[tuple[Part, Heads, Heads]] = []
         for part in self.parts:
             after = part.layout(now, site)
+            if part.stage == "transform" and part.at == "read":
+                after = after._replace(read=True)
             steps.append((part, now, after))
             now = after
         if now.grouped and now.q % now.kv:
             fits = [kv for kv in range(1, now.q + 1) if now.q % kv == 0]
-            name = next(part.name for part in self.parts if part.stage == "project")
+            name = next(part.name for part, old, new in reversed(steps) if (old.q, old.kv) != (new.q, new.kv))
             raise OptionError(f"{name}: {now.q} query heads cannot share kv_heads={now.kv}; kv_heads may be {fits}")
         final = {name: getattr(now, name) for name in ("out", "out_width", "keep", "rotary")}
         return [

@@ -59,7 +59,7 @@ class KHA(Part):
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         width, rows = before.content_width**2, before.v_width**2
-        own = site.kv_source is None
+        own = before.read or site.kv_source is None
         q, k = width * self.maps_qk, width * (self.maps_qk and own)
         v = rows * (3 if self.kind == "mlp" else 1) if own else 0
         return Cost(q + k + v, token_flops=2 * (before.q * q + before.kv * (k + v)))
@@ -73,7 +73,7 @@ class KHATransform(Transform):
         def identity(width: int) -> nn.Parameter:
             return nn.Parameter(torch.eye(width))
 
-        own = site.kv_source is None
+        own = heads.read or site.kv_source is None
         self.q = identity(heads.content_width) if options.maps_qk else None
         self.k = identity(heads.content_width) if options.maps_qk and own else None
         self.v = identity(heads.v_width) if own else None

@@ -39,10 +39,10 @@ class QKNorm(Part):
         return frozenset({"head keys"})
 
     def build(self, before: Heads, after: Heads, site: Site) -> QKNormTransform:
-        return QKNormTransform(before.content_width, self.eps, site.kv_source is None)
+        return QKNormTransform(before.content_width, self.eps, before.read or site.kv_source is None)
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
-        return Cost(before.content_width * (2 if site.kv_source is None else 1))
+        return Cost(before.content_width * (2 if before.read or site.kv_source is None else 1))
 
 
 class QKNormTransform(Transform):

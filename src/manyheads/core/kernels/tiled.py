@@ -28,7 +28,8 @@ FEWEST_ROWS = 64
 def tiled(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = False, dropout: float = 0.0) -> Out:
     batch, heads, t, _ = call.q.shape
     s = call.k.shape[2]
-    row_bytes = max(1, batch * heads * s * call.q.element_size())
+    maps = heads * max([1, *(p.maps for p in program)])
+    row_bytes = max(1, batch * maps * s * call.q.element_size())
     rows = max(1, min(t, TILE_BYTES // row_bytes))
     if call.mask.reach(slice(0, 1)) < s:
         rows = min(rows, max(FEWEST_ROWS, -(-t // 8)))
