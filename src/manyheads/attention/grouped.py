@@ -24,20 +24,20 @@ class GQAProject(Project):
         super().__init__()
         self.heads, self.kv_heads, self.width = heads.q, heads.kv, heads.qk_width
         self._rotary = heads.rotary
-        source = site.context_dim or heads.dim
+        source, keys = site.context_dim or heads.dim, heads.kv * heads.keys
         self.q_proj = nn.Linear(heads.dim, heads.q * heads.qk_width, bias="qkv" in bias)
         if site.kv_source is None:
-            self.k_proj = nn.Linear(source, heads.kv * heads.qk_width, bias="qkv" in bias)
+            self.k_proj = nn.Linear(source, keys * heads.qk_width, bias="qkv" in bias)
             self.v_proj = nn.Linear(source, heads.kv * heads.v_width, bias="qkv" in bias)
-            self.entries = {"k": Entry(heads.kv, heads.qk_width, "k"), "v": Entry(heads.kv, heads.v_width, "v")}
+            self.entries = {"k": Entry(keys, heads.qk_width, "k"), "v": Entry(heads.kv, heads.v_width, "v")}
         self.o_proj = nn.Linear(heads.out * heads.out_width, heads.dim, bias=bias in ("o", "qkvo"))
 
     def queries(self, flow: Flow) -> Tensor:
         return self.q_proj(flow.x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def write(self, flow: Flow) -> dict[str, Tensor]:
-        k, v = self.k_proj(flow.source), self.v_proj(flow.source)
-        return {name: row.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2) for name, row in (("k", k), ("v", v))}
+        rows = {"k": self.k_proj(flow.source), "v": self.v_proj(flow.source)}
+        return {name: row.unflatten(-1, (self.entries[name].heads, -1)).transpose(1, 2) for name, row in rows.items()}
 
     def rotary(self, name: str) -> slice | None:
         return None if name == "v" else self._rotary
@@ -52,7 +52,7 @@ class GQAProject(Project):
 
 def grouped_cost(after: Heads, site: Site, bias: Biases, queries: int | None = None) -> Cost:
     """Cost of a grouped projection; `queries`: projected query heads, where they are fewer than score heads."""
-    q, kv = (queries or after.q) * after.qk_width, after.kv * (after.qk_width + after.v_width)
+    q, kv = (queries or after.q) * after.qk_width, after.kv * (after.keys * after.qk_width + after.v_width)
     o, own, source = after.out * after.out_width, site.kv_source is None, site.context_dim or after.dim
     weights = after.dim * (q + o) + (source * kv if own else 0)
     biases = (q + (kv if own else 0)) * ("qkv" in bias) + after.dim * (bias in ("o", "qkvo"))

@@ -68,7 +68,8 @@ class Attention(nn.Module):
         keep = None if self.project.remembers else self.layout.keep
         self.entries = {
             name: entry._replace(keep=keep if entry.stride == 1 else None)
-            for name, entry in self.project.entries.items()
+            for piece in self._pieces()
+            for name, entry in piece.entries.items()
         }
         self._place()
 
@@ -224,7 +225,7 @@ class Attention(nn.Module):
             if cache.site(layer).length != flow.new.length:
                 raise ValueError(f"the cache holds a context of {cache.site(layer).length}, not {flow.new.length}")
             return cache.site(layer).read(flow.new)
-        rows = self.project.write(flow)
+        rows = {name: row for piece in self._pieces() for name, row in piece.write(flow).items()}
         for piece in self.early_transforms:
             for name, entry in self.entries.items():
                 hook = {"k": piece.on_k, "v": piece.on_v}.get(entry.role or "")
@@ -330,7 +331,7 @@ class Attention(nn.Module):
 
     def _turn(self, x: Tensor, name: str, axis: Axis, back: bool = False) -> Tensor:
         """Rotate what rotates of q, of an entry, or of the keys as read; or turn it back."""
-        cut = self.project.rotary(name)
+        cut = next((piece for piece in self._pieces() if name in piece.entries), self.project).rotary(name)
         if cut is None or not len(self.positions):
             return x
         for piece in cast(Sequence[Position], self.positions):
@@ -352,7 +353,7 @@ class Attention(nn.Module):
         q, k, v, x = (
             one.expand(1, *shape)
             for shape in (
-                (heads.q, t, heads.qk_width), (groups, s, heads.qk_width), (groups, s, heads.v_width),
+                (heads.q, t, heads.qk_width), (groups * heads.keys, s, heads.qk_width), (groups, s, heads.v_width),
                 (queries, self.dim),
             )
         )  # fmt: skip

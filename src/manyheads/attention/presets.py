@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from manyheads.core.part import Part
@@ -143,3 +143,26 @@ class MEA:
     def parts(self) -> tuple[Part, ...]:
         heads = "" if self.kv_heads is None else f"(kv_heads={self.kv_heads})"
         return Spec.parse(f"head_composition{heads} + head_norm").parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class MTAGated:
+    """A whole layer of multi-token attention: `mta`, `head_norm` and `head_gate`.
+
+    Options: those of `mta`.
+
+    Source: arXiv 2504.00927.
+    """
+
+    name: ClassVar[str] = "mta_gated"
+    paper: ClassVar[str] = "arXiv 2504.00927"
+
+    queries: int = 6
+    keys: int = 11
+    conv: Literal["both", "scores", "weights", "none"] = "both"
+    mix: Literal["both", "scores", "weights", "none"] = "both"
+    block: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        return (find("mta")(**asdict(self)), *Spec.parse("head_norm + head_gate").parts)

@@ -27,12 +27,13 @@ FACTS = {
     "causal": "a query sees no later token",
     "bidirectional": "what a token gets may depend on the whole sequence or context",
     "self": "keys come from the same sequence as queries",
+    "several keys": "a projection makes as many keys for each value as a part asks for",
     "head keys": "each head's keys and values exist as rows, not only as a latent",
     "cached heads": "keys and values of heads, as they stand at this point, are what is cached",
     "token keys": "a key row is one token, written once",
     "one map": "a head has one attention map",
-    "alike heads": "masks and biases are the same for every head",
-    "softmax": "a query's weights are non-negative and sum to one",
+    "alike heads": "masks, biases and the mapping to weights are the same for every head",
+    "softmax": "a query's weights are the softmax of its scores",
     "steady": "training computes what evaluation computes",
     "still values": "values as read do not rotate with their keys",
 }
@@ -50,7 +51,8 @@ class Heads(NamedTuple):
     and a value. out, out_width: head outputs before the output projection. rotary: the channels of q and k that
     rotate. content: the channels that transforms may touch. keep: how many of the newest keys are ever seen (None:
     all). grouped: False where a part pairs query heads with key heads itself, so that kv need not divide q. read: a
-    transform before this point acts when rows are read, so those from here on do too, whoever wrote the rows.
+    transform before this point acts when rows are read, so those from here on do too, whoever wrote the rows. keys: how
+    many keys a key head has for each value; they lie in one entry of keys · kv heads, all the first ones first.
     """
 
     dim: int
@@ -66,6 +68,7 @@ class Heads(NamedTuple):
     keep: int | None = None
     grouped: bool = True
     read: bool = False
+    keys: int = 1
 
     @classmethod
     def start(cls, dim: int, heads: int) -> Heads:
@@ -151,14 +154,24 @@ class Part:
 class Piece(nn.Module):
     """The module of a part. Hooks that any stage may override; each is an identity here.
 
-    at: see `Part.at`. states: per-sequence tensors that it keeps in the cache. places: it gives keys positions of its
-    own; rows are then cached, and reach `split`, before rotation, and it rotates them by `flow.turn`.
+    at: see `Part.at`. states, entries: the tensors that it keeps in the cache for a sequence and for a token. places:
+    it gives keys positions of its own; rows are then cached, and reach `split`, before rotation, and it rotates them by
+    `flow.turn`.
     """
 
     at: Literal["write", "read", "either"] = "write"
     states: Mapping[str, State] = {}
+    entries: Mapping[str, Entry] = {}
     places = False
     joins_by_lse = True
+
+    def write(self, flow: Flow) -> dict[str, Tensor]:
+        """The rows of its entries to cache, `[B, heads, T, width]` by entry, from `flow.source`."""
+        return {}
+
+    def rotary(self, name: str) -> slice | None:
+        """The channels of an entry that rotate."""
+        return None
 
     def rules(self, flow: Flow) -> tuple[Rule, ...]:
         """More rules for the mask."""
@@ -206,15 +219,10 @@ class Project(Piece):
     remembers: bool = False  # `write` reads all earlier rows (`flow.past`), so that a window drops none
     turns_values: bool = False  # values rotate with the keys, and head outputs turn back by the query's position
     rotate: Literal["write", "read"] = "write"
-    entries: Mapping[str, Entry] = {}
     key_heads: Mapping[str, int] = {}  # of k as `keys` returns it, by view; else one where absorbed, the layout's kv
 
     def queries(self, flow: Flow) -> Tensor:
         """q `[B, H, T, E]` from `flow.x`."""
-        raise NotImplementedError
-
-    def write(self, flow: Flow) -> dict[str, Tensor]:
-        """The rows to cache, `[B, heads, T, width]` by entry, from `flow.source`."""
         raise NotImplementedError
 
     def rotary(self, name: str) -> slice | None:

@@ -65,7 +65,9 @@ class Spec:
                     f"{taken[part.slot].name!r} and {part.name!r} both take the slot {part.slot!r}; keep one of them"
                 )
             for fact in sorted(part.needs - facts):
-                why = f"which {broken[fact].name!r} breaks" if fact in broken else "which nothing here gives"
+                before = " + ".join(other.name for other in self.parts[: self.parts.index(part)])
+                why = "which nothing here gives" + (f" ({before})" if before else "")
+                why = f"which {broken[fact].name!r} breaks" if fact in broken else why
                 hint = part.hint.get(fact)
                 for other in self.parts:
                     hint = other.hint.get(f"gives {fact}", hint)
@@ -103,7 +105,7 @@ class Spec:
             fits = [kv for kv in range(1, now.q + 1) if now.q % kv == 0]
             name = next(part.name for part, old, new in reversed(steps) if (old.q, old.kv) != (new.q, new.kv))
             raise OptionError(f"{name}: {now.q} query heads cannot share kv_heads={now.kv}; kv_heads may be {fits}")
-        final = {name: getattr(now, name) for name in ("out", "out_width", "keep", "rotary")}
+        final = {name: getattr(now, name) for name in ("out", "out_width", "keep", "rotary", "keys")}
         return [
             (part, before, after._replace(**final)) if part.stage == "project" else (part, before, after)
             for part, before, after in steps

@@ -40,7 +40,7 @@ class GQA(Part):
 
     @property
     def gives(self) -> frozenset[str]:
-        return frozenset({"head keys"})
+        return frozenset({"head keys", "several keys"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.head_dim is None and heads.dim % heads.q:

@@ -48,7 +48,7 @@ class Conv(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"token keys"})
+        return frozenset({"token keys"} | ({"several keys"} if self.per_head else set()))
 
     @property
     def hint(self) -> dict[str, str]:

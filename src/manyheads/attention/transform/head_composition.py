@@ -43,6 +43,10 @@ class HeadComposition(Part):
     kv_heads: int | None = None
 
     @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"several keys"})
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"head keys"})
 
