@@ -91,6 +91,7 @@ class Attention(nn.Module):
             self.rotate_at = "read"
         if any(piece.places for piece in self._pieces()):
             self.rotate_at = "select"
+        self.asking = [piece for piece in self._pieces() if type(piece).ask is not Piece.ask]
         self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
         self.splitting = [piece for piece in self._pieces() if type(piece).split is not Piece.split]
 
@@ -260,8 +261,8 @@ class Attention(nn.Module):
         """q, k, v as the kernel takes them, after transforms and rotation on the reading side, and their axes."""
         for piece in self.late_transforms:
             q = self._edit(q, piece.on_q, flow)
-        for piece in cast(Sequence[Position], self.positions):
-            q = piece.on_q(q, flow)
+        for piece in self.asking:
+            q = piece.ask(q, flow)
         if flow.view == "absorbed":
             for piece in reversed(self.late_transforms):
                 q = self._edit(q, piece.k_adjoint, flow)

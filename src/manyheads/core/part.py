@@ -35,6 +35,10 @@ FACTS = {
     "alike heads": "masks, biases and the mapping to weights are the same for every head",
     "softmax": "a query's weights are the softmax of its scores",
     "steady": "training computes what evaluation computes",
+    "one rotation": "keys of every head turn alike",
+    "paired heads": "a key head has one value head of its own",
+    "token queries": "a query row is one token",
+    "plain scores": "scores are products of queries and keys",
     "still values": "values as read do not rotate with their keys",
 }
 """What a part may need, give, break or keep. Combinations are judged from these alone."""
@@ -94,7 +98,8 @@ class Site(NamedTuple):
     @property
     def facts(self) -> frozenset[str]:
         return frozenset(
-            {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady", "still values"}
+            {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady"}
+            | {"one rotation", "paired heads", "plain scores", "still values", "token queries"}
             | ({"causal"} if self.causal else set())
             | ({"bidirectional"} if self.cross or not self.causal else set())
             | (set() if self.cross else {"self"})
@@ -172,6 +177,10 @@ class Piece(nn.Module):
     def rotary(self, name: str) -> slice | None:
         """The channels of an entry that rotate."""
         return None
+
+    def ask(self, q: Tensor, flow: Flow) -> Tensor:
+        """Queries as they meet the keys of their heads, all channels `[B, H, T, E]` (before an absorbed view)."""
+        return q
 
     def rules(self, flow: Flow) -> tuple[Rule, ...]:
         """More rules for the mask."""
@@ -279,16 +288,12 @@ class Transform(Piece):
 
 
 class Position(Piece):
-    """How positions enter: by turning channels of q and k, by a term added to q, or as a bias on the scores.
+    """How positions enter: by turning channels of q and k, or as a bias on the scores.
 
     alike: turning is linear and the same for every head, so that it commutes with what mixes heads.
     """
 
     alike = True
-
-    def on_q(self, q: Tensor, flow: Flow) -> Tensor:
-        """Queries as they meet the keys of their heads, all channels `[B, H, T, E]` (before an absorbed view)."""
-        return q
 
     def turn(self, x: Tensor, axis: Axis) -> Tensor:
         """Rotate the rotary channels of queries or keys, `[B, heads, N, rotary width]`."""

@@ -69,11 +69,11 @@ class EMHA(Part):
     @property
     def needs(self) -> frozenset[str]:
         wide = max(self.inner_kernel, self.cross_kernel) > 1
-        return frozenset({"head keys", "one map"} | ({"token keys"} if wide else set()))
+        return frozenset({"head keys", "one map", "plain scores"} | ({"token keys"} if wide else set()))
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"one map"})
+        return frozenset({"one map", "plain scores"})
 
     @property
     def hint(self) -> dict[str, str]:

@@ -60,11 +60,11 @@ class MGK(Part):
     @property
     def needs(self) -> frozenset[str]:
         keys = "several keys" if self.keys == "own" else "head keys"
-        return frozenset({keys, "one map", "softmax"} if self.sums else {keys, "one map"})
+        return frozenset({keys, "one map", "one rotation", "plain scores"} | ({"softmax"} if self.sums else set()))
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"one map"} if self.sums else ())
+        return frozenset({"plain scores"} | ({"one map"} if self.sums else set()))
 
     @property
     def hint(self) -> dict[str, str]:

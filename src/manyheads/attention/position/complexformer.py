@@ -54,7 +54,7 @@ class ComplexFormer(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"alike heads"})
+        return frozenset({"alike heads", "one rotation"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         turning = 0 if heads.rotary is None else len(range(heads.qk_width)[heads.rotary])

@@ -64,7 +64,7 @@ class RelativePosition(Position):
         self.embedding = nn.Parameter(torch.zeros(2 * context, heads.q, heads.qk_width))
         self.position_bias = nn.Parameter(torch.zeros(2 * context, heads.q))
 
-    def on_q(self, q: Tensor, flow: Flow) -> Tensor:
+    def ask(self, q: Tensor, flow: Flow) -> Tensor:
         flow.memo["relative"] = q
         return q + self.content_bias.to(q.dtype)
 

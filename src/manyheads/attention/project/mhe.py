@@ -52,6 +52,10 @@ class MHE(Part):
     view: Literal["auto", "expanded"] = "auto"
 
     @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"cached heads"})
+
+    @property
     def gives(self) -> frozenset[str]:
         return frozenset({"head keys"} if self.view == "expanded" else ())
 

@@ -69,7 +69,8 @@ class QKVSharing(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"still values"} if self.rotation == "back" else ())
+        tied = set() if self.tie == "qk" else {"cached heads"}
+        return frozenset(tied | ({"still values"} if self.rotation == "back" else set()))
 
     @property
     def hint(self) -> dict[str, str]:

@@ -52,7 +52,7 @@ class SuperAttention(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"token keys"} if self.form == "super" else ())
+        return frozenset({"cached heads"} | ({"token keys"} if self.form == "super" else set()))
 
     @property
     def hint(self) -> dict[str, str]:

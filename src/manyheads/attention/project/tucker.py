@@ -57,6 +57,10 @@ class Tucker(Part):
     scale: float | None = None
 
     @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"cached heads"} if self.shared else ())
+
+    @property
     def gives(self) -> frozenset[str]:
         return frozenset({"head keys"})
 

@@ -44,11 +44,11 @@ class Conv(Part):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"causal", "self", "cached heads"})
+        return frozenset({"causal", "self", "cached heads", "paired heads"})
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"token keys"} | ({"several keys"} if self.per_head else set()))
+        return frozenset({"token keys", "several keys"})
 
     @property
     def hint(self) -> dict[str, str]:

@@ -48,7 +48,7 @@ class HeadComposition(Part):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"head keys"})
+        return frozenset({"head keys", "paired heads"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         composites = heads.kv if self.kv_heads is None else self.kv_heads

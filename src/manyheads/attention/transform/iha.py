@@ -64,7 +64,7 @@ class IHA(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"one map", "token keys", "softmax"})
+        return frozenset({"one map", "token keys", "token queries", "softmax"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.pseudo is not None and self.pseudo < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
-from manyheads.core.kernel import Call
 from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Part, Site, Transform
 from manyheads.core.registry import register
@@ -65,11 +64,16 @@ class SSA(Part):
     @property
     def needs(self) -> frozenset[str]:
         keeps_x = self.token == "mlp"  # a value read from a cache has no x any more
-        return frozenset({"cached heads" if keeps_x else "head keys"} if self.scales_values else ())
+        values = {"cached heads" if keeps_x else "head keys", "paired heads"}
+        return frozenset({"token queries"} | (values if self.scales_values else set()))
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        return frozenset({"token queries"})
 
     @property
     def hint(self) -> dict[str, str]:
-        return dict.fromkeys(("cached heads", "head keys"), "ssa(value=false)")
+        return dict.fromkeys(("cached heads", "head keys", "paired heads"), "ssa(value=false)")
 
     def counts(self, site: Site) -> bool:
         """Whether a query's place says how many keys it sees."""
@@ -111,8 +115,8 @@ class SSATransform(Transform):
             counts, source = counts and options.value_position, site.context_dim or heads.dim
             self.v = Temperature(options, heads.kv, heads.v_width, source, hidden, counts)
 
-    def split(self, call: Call, flow: Flow) -> list[Call]:
-        return [replace(call, q=call.q * self.q(flow.memo["queries"], flow.x, flow.q))]
+    def ask(self, q: Tensor, flow: Flow) -> Tensor:
+        return q * self.q(flow.memo["queries"], flow.x, flow.q)
 
     def on_v(self, v: Tensor, flow: Flow) -> Tensor:
         axis = flow.new if flow.rows is None else flow.rows.axis
