@@ -186,3 +186,11 @@ def test_cost_and_lone_heads():
 def test_routing_matters():
     layer, x = make("gqa + moh(top=1)"), batch()
     differ(layer(x), twin(layer, "gqa")(x))
+
+
+def test_norm_router_of_equal_queries_is_a_tie():
+    """Repeated query heads have no spread; the gate and its gradient stay finite."""
+    layer, x = make("sqa(kind=rsqa) + moh(router=norm)").train(), batch().requires_grad_()
+    y = layer(x)
+    y.pow(2).sum().backward()
+    assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()

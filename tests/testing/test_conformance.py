@@ -53,8 +53,8 @@ def test_pair(spec):
     check(spec, laws=TOGETHER)
 
 
-@pytest.mark.parametrize("spec", combinations(60, 3, seed=0))
-def test_triple(spec):
+@pytest.mark.parametrize("spec", [*combinations(200, 3, seed=0), *combinations(200, 4, seed=0)])
+def test_triple_and_quadruple(spec):
     check(spec, laws=TOGETHER)
 
 

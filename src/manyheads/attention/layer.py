@@ -155,12 +155,18 @@ class Attention(nn.Module):
     ) -> Flow:  # fmt: skip
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; this layer takes [batch, tokens, {self.dim}]")
+        if not x.shape[1]:
+            raise ValueError("x has no tokens; a pass has one or more")
         if self.site.cross != (context is not None):
             raise ValueError(f"this layer {'needs a context' if self.site.cross else 'takes no context'}")
         if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.ndim not in (2, 4)):
             raise ValueError(
                 f"a mask is bool, True = may attend, [B, T] or [B, H, T, S]; this one is {mask.dtype}, {[*mask.shape]}"
             )
+        if isinstance(mask, Tensor):
+            self._check_mask(mask, x)
+        if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) not in (1, len(x)):
+            raise ValueError(f"positions of {len(positions)} sequences do not fit a batch of {len(x)}")
         layer = self.site.layer
         links = Links() if links is None else links
         q = positions if isinstance(positions, Axis) else self.axis_of(x, positions, mask, cache)
@@ -181,6 +187,14 @@ class Attention(nn.Module):
             flow.state = cache.state(layer)
             flow.past = cache.past(layer) if self.project.remembers else cache.slots(layer)
         return flow
+
+    def _check_mask(self, mask: Tensor, x: Tensor) -> None:
+        batch, t = x.shape[:2]
+        fits = {0: batch} if mask.ndim == 2 else {0: batch, 1: self.layout.q, 2: t}
+        for dim, wanted in fits.items():
+            if mask.shape[dim] not in (1, wanted):
+                what = ("batch", "heads", "queries")[dim]
+                raise ValueError(f"a mask {[*mask.shape]} has {mask.shape[dim]} {what}, not {wanted} (or 1)")
 
     def axis_of(
         self, x: Tensor, positions: Tensor | None, mask: Tensor | Mask | None, cache: transformers.Cache | None
@@ -295,6 +309,10 @@ class Attention(nn.Module):
         if isinstance(mask, Mask):
             rules = [*mask.rules, *rules]
         elif mask is not None and mask.ndim == 4:
+            keys = k.length if flow.rows is None else (flow.rows.log or flow.rows.axis).length
+            keys -= sum(piece.extra for piece in cast(Sequence[Tokens], self.tokens))
+            if mask.shape[3] not in (1, keys):
+                raise ValueError(f"a mask {[*mask.shape]} is about {mask.shape[3]} keys; there are {keys}")
             rules = [Given(mask), *rules]
         elif self.site.causal and not self.site.cross:
             rules = [causal, *rules]

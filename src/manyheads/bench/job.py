@@ -128,6 +128,7 @@ def shrink_model(
     clock("load", 1, 1)
     goals = goals or _goals(layers.config, budgets, to)
     tried = _Tried.cut(source, own, [Path(file).name for file in texts], calibration, evaluation)
+    contexts = _within(contexts, layers.config, tried.notes)
     notes = [*tried.notes, *(goal.note for goal in goals if goal.note is not None)]
     options = {"model": source.name, "kv": budgets, "to": to, "text": tried.text["calibration"], "seed": seed}
     progress("calibrate", 0, len(layers.config.specs))
@@ -204,7 +205,7 @@ def quick_config(model: str | Path) -> ManyheadsConfig | None:
         SourceError, AdoptError: as loading and adopting would.
     """
     path = Path(model).expanduser()
-    if not path.is_dir():
+    if not str(model).strip() or not path.is_dir():
         local = path.exists() or path.suffix == ".gguf" or str(model) == EMBEDDED or not str(model).strip()
         config = None
         if not local:
@@ -251,6 +252,11 @@ def _goals(config: ManyheadsConfig, budgets: Sequence[str], to: Target) -> list[
     names = [goal.name for goal in goals]
     if twice := [name for name in names if names.count(name) > 1]:
         raise BudgetError(f"two budgets are the same: {twice[0]}")
+    sizes: dict[tuple[str, int], str] = {}
+    for goal, text in zip(goals, budgets, strict=True):
+        other = sizes.setdefault((goal.to, goal.floats), text)
+        if other != text:
+            raise BudgetError(f"{other} and {text} are the same budget, {goal.floats} numbers a token and layer")
     refuse(config, goals)
     return goals
 
@@ -291,6 +297,15 @@ class _Tried:
             "tokens_calibration": cut.calibration.numel(), "tokens_evaluation": cut.evaluation.numel(),
         }  # fmt: skip
         return cls(source.tokenizer, cut.calibration, cut.evaluation, second, text, notes)
+
+
+def _within(contexts: Sequence[int], config: ManyheadsConfig, notes: list[str]) -> tuple[int, ...]:
+    """Contexts no longer than the model's positions, each once."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or max(contexts, default=0) <= limit:
+        return tuple(dict.fromkeys(contexts))
+    notes.append(f"contexts above the model's {limit} positions are timed at {limit}")
+    return tuple(dict.fromkeys(min(context, limit) for context in contexts))
 
 
 def _fitting(cut: tuple[int, int], limit: int | None, notes: list[str]) -> tuple[int, int]:

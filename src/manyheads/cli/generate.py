@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from manyheads.cli.models import find
-from manyheads.cli.output import Debug, Json, command, finish
+from manyheads.cli.output import Debug, Json, command, finish, note
 
 
 @command
@@ -43,6 +43,12 @@ def generate(
     if tokenizer is None:
         raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
     inputs = tokenizer(prompt, return_tensors="pt")
+    config = source.model.config.get_text_config()
+    if (largest := int(inputs["input_ids"].max())) >= config.vocab_size:
+        raise ValueError(f"token {largest} of the prompt is outside the model's vocabulary of {config.vocab_size}")
+    count, limit = inputs["input_ids"].shape[1] + tokens, getattr(config, "max_position_embeddings", None)
+    if limit is not None and count > limit:
+        note(f"{count} tokens reach beyond the {limit} positions that the model was made for")
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0}
     if not sample:
         sampling = dict.fromkeys(sampling)  # the checkpoint's own would be warned about

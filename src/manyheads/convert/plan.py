@@ -69,8 +69,10 @@ class Goal:
     @property
     def note(self) -> str | None:
         """What of the budget is left unused, and why."""
-        if self.to == "gqa" or self.rank == self._asked:
+        if self.to == "gqa" or self.exact is None or self._asked < self.exact:
             return None
+        if self._asked == self.exact:
+            return f"{self.name}: as large as the source's cache, so that nothing is saved"
         return (
             f"{self.name}: a rank of {self._asked} is above the exact one; clipped to {self.rank}, which makes "
             f"{self.rank + 2 * self.turning} numbers a token and layer"

@@ -57,7 +57,7 @@ def load_source(name: str | Path, *, dtype: torch.dtype = torch.float32) -> Sour
         SourceError: the files are missing, truncated or corrupt, or the hub does not answer.
         ImportError: `smollm2` without its package.
     """
-    if not str(name).strip():
+    if not str(name).strip() or name == Path():
         raise SourceError("the model's name is empty")
     if str(name) == EMBEDDED:
         return _load_gguf(embedded_file(), EMBEDDED, dtype)

@@ -193,6 +193,7 @@ class SiteStore(CacheLayerMixin):
         self.fixed = False  # the context of cross-attention, written once: what decoding forgets is not here
 
     def write(self, rows: Mapping[str, Tensor], entries: Mapping[str, Entry], log: Axis, axis: Axis) -> Rows:
+        self._check(rows)
         tensors: dict[str, Tensor] = {}
         keys = log
         for name, new in rows.items():
@@ -209,6 +210,21 @@ class SiteStore(CacheLayerMixin):
         self.length += axis.length
         self.is_initialized = True
         return Rows(tensors, keys, log)
+
+    def _check(self, rows: Mapping[str, Tensor]) -> None:
+        """Rows of another layer, or of other sequences, do not belong behind those that are here."""
+        held = {name: growing.buffer for name, growing in self.growing.items() if growing.buffer is not None}
+        held |= {name: slots.buffers["rows"] for name, slots in self.slots.items() if slots.buffers}
+        if held and held.keys() != rows.keys():
+            raise ValueError(f"the cache holds rows {', '.join(held)} here; this layer writes {', '.join(rows)}")
+        for name, old in held.items():
+            (batch, heads, _, width), (b, h, _, w) = old.shape, rows[name].shape
+            if batch != b:
+                raise ValueError(f"the cache holds a batch of {batch}; this pass has {b} sequences")
+            if (heads, width) != (h, w):
+                raise ValueError(
+                    f"the cache holds {heads} x {width} numbers of {name!r} a token; this layer has {h} x {w}"
+                )
 
     def read(self, axis: Axis) -> Rows:
         return Rows({name: growing.rows() for name, growing in self.growing.items()}, axis)

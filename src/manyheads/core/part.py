@@ -39,6 +39,7 @@ FACTS = {
     "paired heads": "a key head has one value head of its own",
     "token queries": "a query row is one token",
     "plain scores": "scores are products of queries and keys",
+    "own tokens": "the layer sees the tokens of its sequence and none that were added",
     "still values": "values as read do not rotate with their keys",
 }
 """What a part may need, give, break or keep. Combinations are judged from these alone."""
@@ -99,7 +100,7 @@ class Site(NamedTuple):
     def facts(self) -> frozenset[str]:
         return frozenset(
             {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady"}
-            | {"one rotation", "paired heads", "plain scores", "still values", "token queries"}
+            | {"one rotation", "own tokens", "paired heads", "plain scores", "still values", "token queries"}
             | ({"causal"} if self.causal else set())
             | ({"bidirectional"} if self.cross or not self.causal else set())
             | (set() if self.cross else {"self"})

@@ -57,8 +57,9 @@ def find(name: str) -> type[Part]:
     """The part of that name; an unknown one raises with the nearest names."""
     parts = all_parts()
     if name not in parts:
-        near = difflib.get_close_matches(name, [*parts, *_PRESETS], n=3) or list(parts)
-        raise OptionError(f"no part {name!r}; did you mean {' or '.join(near)}?")
+        near = difflib.get_close_matches(name.lower(), [*parts, *_PRESETS], n=3)
+        said = f"did you mean {' or '.join(near)}?" if near else "`manyheads list` shows what there is"
+        raise OptionError(f"no part {name!r}; {said}")
     return parts[name]
 
 

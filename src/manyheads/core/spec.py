@@ -36,6 +36,8 @@ class Spec:
     @classmethod
     def parse(cls, line: str | Spec) -> Spec:
         """Read a line; an error points at the token."""
+        if not isinstance(line, str | Spec):
+            raise SpecError(f"a spec is a line of text such as 'gqa + kha', not {type(line).__name__}")
         return line if isinstance(line, Spec) else cls(tuple(_Parser(line).parts()))
 
     def __str__(self) -> str:

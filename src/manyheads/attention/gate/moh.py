@@ -104,8 +104,14 @@ class MoHGate(Gate):
         return torch.cat(parts, -1)
 
     def _norm(self, flow: Flow) -> Tensor:
-        norms = flow.memo["queries"].norm(dim=-1).transpose(1, 2)[..., self.shared :]
-        routing = self._balanced(route(norms / norms.std(-1, keepdim=True), self.top), flow)
+        queries = flow.memo["queries"]
+        norms = (
+            queries.to(torch.promote_types(queries.dtype, torch.float32))
+            .norm(dim=-1)
+            .transpose(1, 2)[..., self.shared :]
+        )
+        spread = norms.var(-1, keepdim=True) + 1e-12  # equal queries: a tie, not NaN
+        routing = self._balanced(route(norms * spread.rsqrt(), self.top), flow)
         gate = routing.spread(torch.ones_like(routing.gates()))
         gate = gate - routing.chance.detach() + routing.chance if flow.training else gate
         return torch.cat([norms.new_ones(*norms.shape[:2], self.shared), gate], -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -61,6 +62,8 @@ class Rope(Part):
     of: int | None = None
 
     def layout(self, heads: Heads, site: Site) -> Heads:
+        if not (0 < self.base < math.inf and 0 < self.factor < math.inf):
+            raise OptionError(f"rope: base={self.base} and factor={self.factor} must be positive numbers")
         if self.pairing == "none" or heads.rotary is None:
             return heads._replace(rotary=None)
         first, last, _ = heads.rotary.indices(heads.qk_width)

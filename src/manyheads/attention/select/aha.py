@@ -49,7 +49,7 @@ class AHA(Part):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"one map"})
+        return frozenset({"one map", "own tokens"})
 
     @property
     def breaks(self) -> frozenset[str]:

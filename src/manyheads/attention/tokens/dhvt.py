@@ -47,6 +47,10 @@ class DHVT(Part):
         return frozenset({"bidirectional", "self"})
 
     @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"own tokens"})
+
+    @property
     def hint(self) -> dict[str, str]:
         return dict.fromkeys(("bidirectional", "self"), "dhvt in the self-attention of an encoder (causal=False)")
 
