@@ -74,3 +74,12 @@ def test_blocks_are_found_with_their_line_and_those_marked_not_run_are_left_out(
         ```
         """)
     assert blocks(text) == [(3, "a = 1\n"), (16, "if True:\n    b = 2\n")]
+
+
+def test_the_page_of_parts_is_what_the_registry_says():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import make_parts
+    finally:
+        sys.path.pop(0)
+    assert make_parts.PAGE.read_text(encoding="utf-8") == make_parts.page(), "run python docs/make_parts.py"

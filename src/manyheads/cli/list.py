@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from manyheads.cli.output import Debug, Json, command, finish, table, wrapped
+
+Pairs = Mapping[tuple[str, str], str | None]
+"""Why two parts exclude each other, None where they do not."""
 
 
 @command
@@ -47,30 +51,36 @@ def list_parts(
     finish(entries, as_json)
 
 
+def pair_lines(decoder: Pairs, encoder: Pairs) -> list[str]:
+    """The matrix of legal pairs as text: + makes a layer, o only in an encoder, . exclude each other."""
+    marks = {pair: "+" if why is None else "o" if encoder[pair] is None else "." for pair, why in decoder.items()}
+    names = list(dict.fromkeys(name for pair in decoder for name in pair))
+    wide = max(map(len, names))
+    lines = [
+        " " * (wide + 4) + "".join(digits)
+        for digits in zip(*(f"{index:2}" for index in range(1, len(names) + 1)), strict=True)
+    ]
+    for index, row in enumerate(names, 1):
+        found = (max((marks.get((row, each), ""), marks.get((each, row), "")), key=" .o+".find) for each in names)
+        lines.append(f"{index:2} {row:{wide}} {''.join(found)}")
+    return lines
+
+
 def _pairs(part: str | None, as_json: bool) -> None:
     """The matrix of legal pairs, or the partners of one part; the same judgement that a spec gets when it is built."""
     from manyheads.core.part import Site
-    from manyheads.core.registry import all_parts
     from manyheads.testing import matrix
 
     decoder, encoder = matrix(), matrix(Site(causal=False))
-    names = list(all_parts())
-    marks = {pair: "+" if why is None else "o" if encoder[pair] is None else "." for pair, why in decoder.items()}
-
-    def mark(row: str, column: str) -> str:
-        return max((marks.get(pair, "") for pair in ((row, column), (column, row))), key=" .o+".find)
-
     if part is None:
-        width = max(map(len, names))
-        for digits in zip(*(f"{index:2}" for index in range(1, len(names) + 1)), strict=True):
-            typer.echo(" " * (width + 4) + "".join(digits))
-        for index, name in enumerate(names, 1):
-            typer.echo(f"{index:2} {name:{width}} " + "".join(mark(name, other) for other in names))
+        typer.echo("\n".join(pair_lines(decoder, encoder)))
         wrapped(
             "+ make a layer; o only where every token sees all others; . exclude each other (list PART --pairs: why)"
         )
     else:
-        goes = [other for other in names if mark(part, other) == "+"]
+        legal = {pair for pair, why in decoder.items() if why is None}
+        names = dict.fromkeys(name for pair in decoder for name in pair)
+        goes = [each for each in names if (part, each) in legal or (each, part) in legal]
         wrapped(f"{part} goes with {', '.join(goes) or 'no other part'}")
         for (first, second), why in decoder.items():
             if part in (first, second) and why is not None:

@@ -66,6 +66,8 @@ class SuperAttention(Part):
             raise OptionError(f"super-attention: length and per_head are about W_A, which form={self.form} has not")
         if self.form == "super" and (self.length or site.max_len or 0) < 1:
             raise OptionError("super-attention: give length, the longest context (at least 1)")
+        if self.length is not None and (site.max_len or 0) > self.length:
+            raise OptionError(f"super-attention: length={self.length} is below the {site.max_len} tokens of the site")
         width = source // heads.q
         return Heads(heads.dim, heads.q, heads.q, width, width, heads.q, width, width**-0.5, slice(0, width))
 
