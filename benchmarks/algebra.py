@@ -27,6 +27,7 @@ SIZED: dict[str, str] = {
     "mtla": "mtla(rank=128, rope_dim=32)",
     "window": "gqa + window(256)",
     "softmax": "gqa + softmax(cap=30.0)",
+    "cog-attention": "gqa + cog-attention(soft_ends=false)",
     "moh": "gqa + moh(top=6)",
 }
 """Specs of parts whose defaults need numbers, or say nothing, at this size."""
@@ -70,7 +71,7 @@ def decoding(layer: mh.Attention) -> Callable[[], Any]:
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    spec, site = spec_of(name), mh.Site()
+    spec, site = spec_of(name), mh.Site(max_len=2 * CONTEXT)
     try:
         layer = mh.Attention(spec, DIM, HEADS, site=site)
     except mh.SpecError:

@@ -149,7 +149,7 @@ def plan_call(call: Call, program: Sequence[object] = (), *, need_lse: bool = Fa
         bias=call.bias is not None,
         softcap=call.softcap is not None,
         dropout=dropout > 0,
-        device=call.q.device.type,
+        device="cpu" if call.q.device.type == "meta" else call.q.device.type,  # only described
     )
 
 
