@@ -91,6 +91,8 @@ class Attention(nn.Module):
             self.rotate_at = "read"
         if any(piece.places for piece in self._pieces()):
             self.rotate_at = "select"
+        self.owners = {name: piece for piece in self._pieces() for name in piece.entries}
+        self.writing = list(dict.fromkeys(self.owners.values()))
         self.asking = [piece for piece in self._pieces() if type(piece).ask is not Piece.ask]
         self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
         self.splitting = [piece for piece in self._pieces() if type(piece).split is not Piece.split]
@@ -240,7 +242,7 @@ class Attention(nn.Module):
             if cache.site(layer).length != flow.new.length:
                 raise ValueError(f"the cache holds a context of {cache.site(layer).length}, not {flow.new.length}")
             return cache.site(layer).read(flow.new)
-        rows = {name: row for piece in self._pieces() for name, row in piece.write(flow).items()}
+        rows = {name: row for piece in self.writing for name, row in piece.write(flow).items()}
         for piece in self.early_transforms:
             for name, entry in self.entries.items():
                 hook = {"k": piece.on_k, "v": piece.on_v}.get(entry.role or "")
@@ -350,7 +352,7 @@ class Attention(nn.Module):
 
     def _turn(self, x: Tensor, name: str, axis: Axis, back: bool = False) -> Tensor:
         """Rotate what rotates of q, of an entry, or of the keys as read; or turn it back."""
-        cut = next((piece for piece in self._pieces() if name in piece.entries), self.project).rotary(name)
+        cut = self.owners.get(name, self.project).rotary(name)
         if cut is None or not len(self.positions):
             return x
         for piece in cast(Sequence[Position], self.positions):
