@@ -124,23 +124,29 @@ class EMHAProgram(Program):
         return ((q * scale)[:, :, None] @ k[:, None].transpose(-1, -2)).flatten(1, 2)
 
     def before(self, scores: Tensor, visible: Tensor, rows: slice, flow: Flow) -> Tensor:
-        x = self.inner_in(_hide(scores, visible)).relu()
+        x = _apply(self.inner_in, scores, visible).relu()
         if self.inner_out is not None and self.cross_in is not None:
-            x = self.inner_out(_hide(x, visible))
-            x = self.cross_in(_hide(x, visible)).relu()
+            x = _apply(self.inner_out, x, visible)
+            x = _apply(self.cross_in, x, visible).relu()
             visible = visible.any(1, keepdim=True)  # these hidden maps are of no single head
-        return self.cross_out(_hide(x, visible))
+        return _apply(self.cross_out, x, visible)
 
 
 def _conv(inputs: int, outputs: int, kernel: int, groups: int = 1, bias: bool = True) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, (1, kernel), padding=(0, kernel // 2), groups=groups, bias=bias)
 
 
-def _hide(maps: Tensor, visible: Tensor) -> Tensor:
-    """Zero where the mask hides; maps `[B, H·m, t, S]`, m of them to a head, visible `[B or 1, H or 1, t, S]`."""
+def _apply(conv: nn.Conv2d, maps: Tensor, visible: Tensor) -> Tensor:
+    """A convolution that reads zero where the mask hides.
+
+    maps `[B, H·m, t, S]`, m of them to a head, visible `[B or 1, H or 1, t, S]`. One key wide, it reads no other cell
+    than its own, which the softmax hides.
+    """
+    if conv.kernel_size[1] == 1:
+        return conv(maps)
     if visible.shape[1] > 1:
         visible = visible.repeat_interleave(maps.shape[1] // visible.shape[1], 1)
-    return maps.masked_fill(~visible, 0.0)
+    return conv(maps.masked_fill(~visible, 0.0))
 
 
 def _split(conv: nn.Conv2d, h: Tensor, source: Tensor) -> None:
