@@ -1,4 +1,4 @@
-"""Oracles of the card `aha`."""
+"""Oracles of `aha`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `cca`."""
+"""Oracles of `cca`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `chai`."""
+"""Oracles of `chai`."""
 
 from dataclasses import dataclass
 from typing import ClassVar

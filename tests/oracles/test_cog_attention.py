@@ -1,4 +1,4 @@
-"""Oracles of the card `cog-attention`."""
+"""Oracles of `cog-attention`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `complexformer`."""
+"""Oracles of `complexformer`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Oracles of the card `dat`."""
+"""Oracles of `dat`."""
 
 import pytest
 import torch

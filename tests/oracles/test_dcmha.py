@@ -1,4 +1,4 @@
-"""Oracles of the card `dcmha`."""
+"""Oracles of `dcmha`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Oracles of the card `emha`."""
+"""Oracles of `emha`."""
 
 import sys
 

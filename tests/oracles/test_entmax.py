@@ -1,4 +1,4 @@
-"""Oracles of the card `entmax`."""
+"""Oracles of `entmax`."""
 
 import itertools
 import sys

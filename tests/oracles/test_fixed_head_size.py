@@ -1,4 +1,4 @@
-"""Oracles of the card `fixed-head-size`: `gqa(head_dim=…)`, the width of a head free of D/H."""
+"""Oracles of `fixed-head-size`: `gqa(head_dim=…)`, the width of a head free of D/H."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `gda`: differential attention and its grouped form."""
+"""Oracles of `gda`: differential attention and its grouped form."""
 
 import math
 
@@ -27,7 +27,7 @@ def normed(o, layer):
 
 
 def maps(layer, x, ratio):
-    """Signal maps, noise maps (repeated) and the values of each signal head, by the card's order of heads."""
+    """Signal maps, noise maps (repeated) and the values of each signal head, by the paper's order of heads."""
     p, kv = layer.project, layer.layout.kv
     q, k, v = heads_of(p.q_proj(x), layer.heads), heads_of(p.k_proj(x), kv), heads_of(p.v_proj(x), kv)
     q, k = rope(q), rope(k)

@@ -1,4 +1,4 @@
-"""Oracles of the card `gta-gla`: grouped latent attention."""
+"""Oracles of `gta-gla`: grouped latent attention."""
 
 import pytest
 import torch

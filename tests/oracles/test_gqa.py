@@ -1,4 +1,4 @@
-"""Oracles of the card `gqa`; those of conversion are with the moves."""
+"""Oracles of `gqa`; those of conversion are with the moves."""
 
 import torch
 from tests.oracles.reference import HEADS, batch, close, decoded, differ, heads_of, join, make, rope, twin, weights

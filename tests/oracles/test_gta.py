@@ -1,4 +1,4 @@
-"""Oracles of the card `gta-gla`: grouped-tied attention."""
+"""Oracles of `gta-gla`: grouped-tied attention."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `hysparse`."""
+"""Oracles of `hysparse`."""
 
 import pytest
 import torch

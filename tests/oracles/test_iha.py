@@ -1,4 +1,4 @@
-"""Oracles of the card `iha`."""
+"""Oracles of `iha`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `kha`."""
+"""Oracles of `kha`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `longheads`."""
+"""Oracles of `longheads`."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def projected(layer, x):
 
 
 def chunk_key(q, k, v, scale=WIDTH**-0.5):
-    """c `[d]` of a chunk `[w, d]` by the card's three steps."""
+    """c `[d]` of a chunk `[w, d]` by the paper's three steps."""
     place = torch.arange(len(q))
     q, k = turned(q, place), turned(k, place)
     u = ((q @ k.T * scale).softmax(-1) @ v).mean(0)

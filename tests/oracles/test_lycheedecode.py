@@ -1,4 +1,4 @@
-"""Oracles of the card `lycheedecode`."""
+"""Oracles of `lycheedecode`."""
 
 import pytest
 import torch
@@ -228,7 +228,7 @@ def test_gates_learn_and_decide():
 
 
 def test_hard_kumaraswamy():
-    """Closed forms, the card's figures and two million draws."""
+    """Closed forms, the paper's figures and two million draws."""
     gate = HardKuma(1).double()
     gate.shape.data[:] = torch.tensor([[1.3], [0.7]]).log()
     exact = [gate.zero().item(), gate.one().item(), gate.mean().item()]

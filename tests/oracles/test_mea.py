@@ -1,4 +1,4 @@
-"""Oracles of the card `mea`: heads composed of heads, and the norm behind them."""
+"""Oracles of `mea`: heads composed of heads, and the norm behind them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `mergelock` that are about one layer: which changes of weights leave its function alone."""
+"""Oracles of `mergelock` that are about one layer: which changes of weights leave its function alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `mfa`: MFA and MFA-Key-Reuse."""
+"""Oracles of `mfa`: MFA and MFA-Key-Reuse."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `mgk`."""
+"""Oracles of `mgk`."""
 
 import pytest
 import torch

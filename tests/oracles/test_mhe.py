@@ -1,4 +1,4 @@
-"""Oracles of the card `mhe`."""
+"""Oracles of `mhe`."""
 
 import pytest
 import torch

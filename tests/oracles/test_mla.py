@@ -1,4 +1,4 @@
-"""Oracles of the card `mla`; the spectra of the study (Marchenko-Pastur) belong to `inspect`."""
+"""Oracles of `mla`; the spectra of the study (Marchenko-Pastur) belong to `inspect`."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_expanded_equals_absorbed(q_rank, options):
 
 @pytest.mark.parametrize("q_rank", [0, 7])
 def test_written_out(q_rank):
-    """The expanded path of the card, step by step, with a gain on the latent and the default scale."""
+    """The expanded path of the paper, step by step, with a gain on the latent and the default scale."""
     layer, x = make(f"mla({SIZES}, q_rank={q_rank})"), batch()
     p = layer.project
 

@@ -1,4 +1,4 @@
-"""Oracles of the card `mlra`."""
+"""Oracles of `mlra`."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def served(branches, blocks=4):
 
 
 def branch_outputs(layer, x, branches, blocks=4):
-    """Outputs of every branch `[branches, B, H, T, v]` by the card's formula, head by head."""
+    """Outputs of every branch `[branches, B, H, T, v]` by the paper's formula, head by head."""
     p, width = layer.project, R // blocks
     u = rms(p.q_a_proj(x), p.q_a_norm.weight, (DIM / Q) ** 0.5)
     q = heads_of(p.q_b_proj(u), HEADS)

@@ -1,4 +1,4 @@
-"""Oracles of the card `moa`; those of its router alone are in `tests/core/test_router.py`."""
+"""Oracles of `moa`; those of its router alone are in `tests/core/test_router.py`."""
 
 import math
 

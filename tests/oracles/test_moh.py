@@ -1,4 +1,4 @@
-"""Oracles of the card `moh`."""
+"""Oracles of `moh`."""
 
 import pytest
 import torch

@@ -1,10 +1,10 @@
-"""Oracles of the card `mqa`, which is `gqa(kv_heads=1)`."""
+"""Oracles of `mqa`, which is `gqa(kv_heads=1)`."""
 
 import pytest
 import torch
 from tests.oracles.reference import HEADS, TOKENS, batch, close, decoded, heads_of, join, make, rope, twin, weights
 
-from manyheads import Cache, Site
+from manyheads import Cache, Site, Spec
 
 SPEC, WIDTH = "gqa(kv_heads=1)", 6
 
@@ -75,3 +75,8 @@ def test_cross_attention_keeps_the_source():
     steps = [layer(step, context=source, cache=cache) for step in x.split(1, 1)]
     close(torch.cat(steps, 1), full)
     assert cache.bytes() == len(x) * 5 * 2 * WIDTH * 8
+
+
+def test_the_names_people_type_first():
+    assert str(Spec.parse("mqa + kha")) == "gqa(kv_heads=1) + kha" and str(Spec.parse("mha")) == "gqa"
+    assert str(Spec.parse("mha(head_dim=16)")) == "gqa(head_dim=16)"

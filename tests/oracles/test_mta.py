@@ -1,4 +1,4 @@
-"""Oracles of the card `mta`."""
+"""Oracles of `mta`."""
 
 import sys
 

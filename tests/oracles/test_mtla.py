@@ -1,4 +1,4 @@
-"""Oracles of the card `mtla`."""
+"""Oracles of `mtla`."""
 
 import math
 
@@ -18,7 +18,7 @@ def spec(stride, extra=""):
 
 
 def gates(layer, x, stride):
-    """w `[B, T, 1]` by the card's formula."""
+    """w `[B, T, 1]` by the paper's formula."""
     p, c = layer.project, normed(layer, x)
     chunk = torch.arange(x.shape[1]) // stride
     rate = 10000.0 ** (-torch.arange(0, R, 2).double() / R)
@@ -33,7 +33,7 @@ def normed(layer, x):
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 16])
 def test_written_out(stride):
-    """The card's training path: Γ, the stride-aware mask, and MLA with merged latents."""
+    """The paper's training path: Γ, the stride-aware mask, and MLA with merged latents."""
     layer, x = make(spec(stride)), batch(TOKENS)
     p, at = layer.project, torch.arange(TOKENS)
     same = (at[:, None] // stride == at // stride) & (at[:, None] >= at)

@@ -1,4 +1,4 @@
-"""Oracles of the card `multi-scale-heads`."""
+"""Oracles of `multi-scale-heads`."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Oracles of the card `mw-mha`."""
+"""Oracles of `mw-mha`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the gate that the cards `sqa` and `mlra` name: y = W_O (σ(W_g x) ∘ o)."""
+"""Oracles of the gate that `sqa` and `mlra` are reported with: y = W_O (σ(W_g x) ∘ o)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `qkv-sharing`: tied projections, their rotations, and the bias that makes them asymmetric."""
+"""Oracles of `qkv-sharing`: tied projections, their rotations, and the bias that makes them asymmetric."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `rcmha`: the parts `conv` and `relative`, and the preset of both."""
+"""Oracles of `rcmha`: the parts `conv` and `relative`, and the preset of both."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def projections(layer, x):
 
 
 def attended(layer, q, k, v, mask=None):
-    """The card's scores, by direct indexing P + (j - i)."""
+    """The paper's scores, by direct indexing P + (j - i)."""
     p, t = layer.positions[0], q.shape[2]
     at = p.context + torch.arange(t) - torch.arange(t)[:, None]
     e, b = p.embedding[at], p.position_bias[at]  # [T, S, H, d], [T, S, H]

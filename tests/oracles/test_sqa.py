@@ -1,4 +1,4 @@
-"""Oracles of the card `sqa`; wall-clock ratios belong to the benchmarks."""
+"""Oracles of `sqa`; wall-clock ratios belong to the benchmarks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `ssa`."""
+"""Oracles of `ssa`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Oracles of the card `super-attention`."""
+"""Oracles of `super-attention`."""
 
 import pytest
 import torch

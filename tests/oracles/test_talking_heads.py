@@ -1,4 +1,4 @@
-"""Oracles of the card `talking_heads`; those against DCMHA and MTA come with these parts."""
+"""Oracles of `talking_heads`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Oracles of the card `tucker`."""
+"""Oracles of `tucker`."""
 
 import pytest
 import torch

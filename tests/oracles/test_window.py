@@ -1,4 +1,4 @@
-"""What `window` promises; it has no card of its own."""
+"""What `window` promises; it has no paper of its own."""
 
 import pytest
 import torch

@@ -12,6 +12,44 @@ from manyheads.core.spec import Spec
 
 @register_preset
 @dataclass(frozen=True)
+class MHA:
+    """Multi-head attention: `gqa` with a key head for every query head.
+
+    Options: head_dim, as in `gqa`.
+
+    Source: arXiv 1706.03762.
+    """
+
+    name: ClassVar[str] = "mha"
+    paper: ClassVar[str] = "arXiv 1706.03762"
+
+    head_dim: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        return (find("gqa")(head_dim=self.head_dim),)  # type: ignore[call-arg]
+
+
+@register_preset
+@dataclass(frozen=True)
+class MQA:
+    """Multi-query attention: `gqa` with one key head for all query heads.
+
+    Options: head_dim, as in `gqa`.
+
+    Source: arXiv 1911.02150.
+    """
+
+    name: ClassVar[str] = "mqa"
+    paper: ClassVar[str] = "arXiv 1911.02150"
+
+    head_dim: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        return (find("gqa")(kv_heads=1, head_dim=self.head_dim),)  # type: ignore[call-arg]
+
+
+@register_preset
+@dataclass(frozen=True)
 class GDA:
     """Grouped differential attention: `differential` and its `head_norm`.
 

@@ -143,6 +143,9 @@ def _value(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
+_SAID = {"part": "a part", "word": "a word", "number": "a number"}
+
+
 class _Parser:
     def __init__(self, line: str) -> None:
         self.line = line
@@ -166,9 +169,10 @@ class _Parser:
 
     def _take(self, *wanted: str) -> tuple[str, str, int]:
         kind, text, at = self.tokens[self.next]
-        if text not in wanted and kind not in wanted:
+        if text not in wanted and kind not in wanted and not (kind == "word" and "part" in wanted):
             found = repr(text) if text else "the end"
-            raise self._error(at, f"expected {' or '.join(wanted)}, found {found}")
+            sought = [_SAID.get(each, repr(each)) for each in wanted]
+            raise self._error(at, f"expected {' or '.join(sought)}, found {found}")
         self.next += 1
         return kind, text, at
 
@@ -179,7 +183,7 @@ class _Parser:
             yield from self._part()
 
     def _part(self) -> tuple[Part, ...]:
-        _, name, at = self._take("word")
+        _, name, at = self._take("part")
         try:
             part = all_presets().get(name) or find(name)
         except OptionError as error:
@@ -190,7 +194,7 @@ class _Parser:
             while self.tokens[self.next][1] != ")":
                 self._option(part, given)
                 if self.tokens[self.next][1] != ")":
-                    self._take(",")
+                    self._take(",", *([")"] if self.tokens[self.next][0] == "end" else []))
             self._take(")")
         try:
             made = part(**given)
@@ -251,7 +255,7 @@ def _fit(value: Any, hint: Any) -> Any:
                 return _fit(value, choice)
             except ValueError as error:
                 errors.append(str(error))
-        raise ValueError("; or ".join(dict.fromkeys(errors)))
+        raise ValueError(" and ".join(dict.fromkeys(errors)))
     if origin is Literal:
         choices = typing.get_args(hint)
         value = "none" if value is None and "none" in choices else value
