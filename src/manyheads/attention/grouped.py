@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
-from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, Project, Site
 
 Biases = Literal["none", "qkv", "qkvo", "o"]
@@ -23,7 +22,7 @@ class GQAProject(Project):
     def __init__(self, heads: Heads, site: Site, bias: Biases) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = heads.q, heads.kv, heads.qk_width
-        self._rotary = heads.rotary
+        self.turns = heads.rotary
         source, keys = site.context_dim or heads.dim, heads.kv * heads.keys
         self.q_proj = nn.Linear(heads.dim, heads.q * heads.qk_width, bias="qkv" in bias)
         if site.kv_source is None:
@@ -38,16 +37,6 @@ class GQAProject(Project):
     def write(self, flow: Flow) -> dict[str, Tensor]:
         rows = {"k": self.k_proj(flow.source), "v": self.v_proj(flow.source)}
         return {name: row.unflatten(-1, (self.entries[name].heads, -1)).transpose(1, 2) for name, row in rows.items()}
-
-    def rotary(self, name: str) -> slice | None:
-        return None if name == "v" else self._rotary
-
-    def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
-        assert flow.rows is not None
-        return q, flow.rows["k"], flow.rows["v"], flow.rows.axis
-
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))
 
 
 def grouped_cost(after: Heads, site: Site, bias: Biases, queries: int | None = None) -> Cost:

@@ -112,14 +112,16 @@ class LatentProject(Project):
     def undo(self, o: Tensor, flow: Flow) -> Tensor:
         return per_head(o, self._up()[1].transpose(-1, -2)) if flow.view == "absorbed" else o
 
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))
-
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
     """x `[B, H, T, a]` times weight `[H, a, b]`; a broadcast product would copy the weight for every sequence."""
     batch, _, t, _ = x.shape
     return (x.transpose(0, 1).flatten(1, 2) @ weight).unflatten(1, (batch, t)).transpose(0, 1)
+
+
+def views_of(view: Literal["auto", "expanded", "absorbed"]) -> tuple[str, ...]:
+    """The views that the option `view` of a latent projection allows."""
+    return ("expanded", "absorbed") if view == "auto" else (view,)
 
 
 def absorb_below(rank: int, nope: int, v: int) -> int:

@@ -80,6 +80,15 @@ class Heads(NamedTuple):
         width = dim // heads
         return cls(dim, heads, heads, width, width, heads, width, 1.0)
 
+    def head_width(self, part: str, given: int | None) -> int:
+        """Channels of a head, an option `head_dim` or else D/H; refused where there is no such width."""
+        if given is None and self.dim % self.q:
+            raise OptionError(f"{part}: dim={self.dim} is no multiple of heads={self.q}; give head_dim")
+        width = self.dim // self.q if given is None else given
+        if width < 1:
+            raise OptionError(f"{part}: head_dim={width}; at least 1")
+        return width
+
     @property
     def content_width(self) -> int:
         return len(range(self.qk_width)[self.content])
@@ -229,6 +238,8 @@ class Project(Piece):
     remembers: bool = False  # `write` reads all earlier rows (`flow.past`), so that a window drops none
     turns_values: bool = False  # values rotate with the keys, and head outputs turn back by the query's position
     rotate: Literal["write", "read"] = "write"
+    turns: slice | None = None  # the rotary channels of queries and keys, as the layout has them
+    o_proj: nn.Linear  # from all head outputs side by side to x's width
     key_heads: Mapping[str, int] = {}  # of k as `keys` returns it, by view; else one where absorbed, the layout's kv
 
     def queries(self, flow: Flow) -> Tensor:
@@ -237,7 +248,7 @@ class Project(Piece):
 
     def rotary(self, name: str) -> slice | None:
         """The channels that rotate: of "q", of an entry, or of "k" (and "v": `turns_values`) as `keys` returns it."""
-        return None
+        return None if name == "v" else self.turns
 
     def settle(self, q: Tensor, rows: dict[str, Tensor], flow: Flow) -> dict[str, Tensor]:
         """What is cached of the rows, once they and the queries are transformed and rotated."""
@@ -245,7 +256,8 @@ class Project(Piece):
 
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
         """q, k, v in `flow.view` and the axis of the keys, from `flow.rows`."""
-        raise NotImplementedError
+        assert flow.rows is not None
+        return q, flow.rows["k"], flow.rows["v"], flow.rows.axis
 
     def undo(self, o: Tensor, flow: Flow) -> Tensor:
         """Head outputs from what attention returned in `flow.view`."""
@@ -253,7 +265,7 @@ class Project(Piece):
 
     def output(self, o: Tensor, flow: Flow) -> Tensor:
         """`[B, out, T, out_width]` to y `[B, T, D]`."""
-        raise NotImplementedError
+        return self.o_proj(o.transpose(1, 2).flatten(2))
 
 
 class Transform(Piece):

@@ -14,7 +14,6 @@ from manyheads.attention.convolution import Depthwise, Headwise, lag_state, lagg
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
-from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Part, Project, Site
 from manyheads.core.registry import register
 
@@ -108,7 +107,7 @@ class CCAProject(Project):
     def __init__(self, options: CCA, heads: Heads, site: Site) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = heads.q, heads.kv, heads.qk_width
-        self.taps, self.own, self._rotary = options.taps, site.kv_source is None, heads.rotary
+        self.taps, self.own, self.turns = options.taps, site.kv_source is None, heads.rotary
         self.mean, self.shift = options.mean, options.shift
         self.lags, convolved = sum(options.taps) - 2, heads.q + heads.kv * self.own
         self.q_proj = nn.Linear(heads.dim, heads.q * self.width, bias=False)
@@ -155,13 +154,3 @@ class CCAProject(Project):
             v = torch.cat([v, lagged(self.v_shift_proj(flow.source)[:, None], flow.new, flow, "cca.v", 1)[1][:, 0]], -1)
         v = v.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
         return {"k": k * self.temperature.to(k.dtype), "v": v}
-
-    def rotary(self, name: str) -> slice | None:
-        return None if name == "v" else self._rotary
-
-    def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
-        assert flow.rows is not None
-        return q, flow.rows["k"], flow.rows["v"], flow.rows.axis
-
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))

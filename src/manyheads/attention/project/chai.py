@@ -81,11 +81,9 @@ class CHAI(Part):
             raise OptionError(f"chai: clusters={clusters} of {heads.q} heads; clusters may be 1 to {heads.q}")
         if self.first < 2:
             raise OptionError(f"chai: first={self.first} tokens tell no heads apart; at least 2")
-        if self.head_dim is None and heads.dim % heads.q:
-            raise OptionError(f"chai: dim={heads.dim} is no multiple of heads={heads.q}; give head_dim")
         if site.kv_source is not None:
             raise OptionError("chai: a layer's clusters are its own, so it cannot read the rows of another")
-        width = heads.dim // heads.q if self.head_dim is None else self.head_dim
+        width = heads.head_width(self.name, self.head_dim)
         return Heads(heads.dim, heads.q, heads.q, width, width, heads.q, width, width**-0.5, slice(0, width))
 
     def build(self, before: Heads, after: Heads, site: Site) -> CHAIProject:
@@ -124,7 +122,7 @@ class CHAIProject(Project):
     def __init__(self, options: CHAI, heads: Heads, clusters: int) -> None:
         super().__init__()
         self.heads, self.width, self.clusters, self.first = heads.q, heads.qk_width, clusters, options.first
-        self.scale, self._rotary, self.shares = heads.scale, heads.rotary, clusters < heads.q
+        self.scale, self.turns, self.shares = heads.scale, heads.rotary, clusters < heads.q
         qkv = "qkv" in options.bias
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(heads.dim, heads.q * self.width, bias=qkv) for _ in range(3))
         self.o_proj = nn.Linear(heads.out * heads.out_width, heads.dim, bias=options.bias in ("o", "qkvo"))
@@ -145,9 +143,6 @@ class CHAIProject(Project):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def rotary(self, name: str) -> slice | None:
-        return None if name == "v" else self._rotary
 
     def settle(self, q: Tensor, rows: dict[str, Tensor], flow: Flow) -> dict[str, Tensor]:
         """Only the keys of representatives are kept. (First tokens' are in the state; their rows here are not read.)"""
@@ -204,10 +199,6 @@ class CHAIProject(Project):
         maps = scores.masked_fill(~seen, -torch.inf).softmax(-1) * there[..., None]
         return maps[..., 1:, :].flatten(-2)
 
-    def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
-        assert flow.rows is not None
-        return q, flow.rows["k"], flow.rows["v"], flow.rows.axis
-
     def split(self, call: Call, flow: Flow) -> list[Call]:
         """Later queries over later keys, over first keys, and first queries over first keys with every head."""
         request: Request | None = flow.memo.get("request")
@@ -243,9 +234,6 @@ class CHAIProject(Project):
         if others and far.lse is not None and far.lse.shape[1] != self.heads:
             far = replace(far, lse=far.lse.gather(1, flow.memo["request"].slot.transpose(1, 2)))
         return merge([far, *others])
-
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))
 
 
 class Spread(Program):

@@ -14,7 +14,6 @@ from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Call, Out
-from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Part, Project, Site
 from manyheads.core.registry import register
 
@@ -152,13 +151,15 @@ class DAT(Part):
 class DATProject(Project):
     joins_by_lse = False
 
+    o_proj: nn.ModuleList  # type: ignore[assignment]
+
     def __init__(self, options: DAT, heads: Heads, site: Site) -> None:
         super().__init__()
         n, self.relations, count = options.numbers(heads, site)
         dim, source, width, own = heads.dim, site.context_dim or heads.dim, heads.qk_width, site.kv_source is None
         shared, relative = n * heads.kv // heads.q, options.symbols == "relative"
         self.width, self.sensory, self.kv_sensory = width, heads.q - n, heads.kv - shared
-        self.scale, self._rotary = (n * width // self.relations) ** -0.5, heads.rotary
+        self.scale, self.turns = (n * width // self.relations) ** -0.5, heads.rotary
 
         def to(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs * width, bias=False)
@@ -201,11 +202,7 @@ class DATProject(Project):
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def rotary(self, name: str) -> slice | None:
-        return self._rotary if name in ("q", "k") else None
-
-    def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
-        assert flow.rows is not None
-        return q, flow.rows["k"], flow.rows["v"], flow.rows.axis
+        return self.turns if name in ("q", "k") else None
 
     def split(self, call: Call, flow: Flow) -> list[Call]:
         """All heads over values; then the relational heads over relation keys, and over distances."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from manyheads.attention.latent import views_of
 from manyheads.attention.latent_blocks import BlockLatentProject, block_cost, block_widths
 from manyheads.core.cost import Cost
 from manyheads.core.part import Heads, Part, Site
@@ -78,7 +79,7 @@ class GLA(Part):
         return BlockLatentProject(
             after, site, blocks=self.latents, branches=1, rank=rank, nope=nope, rope=rope, q_rank=q_rank,
             norm=self.norm, sqrt_scale=self.latent_scale == "sqrt",
-            views=("expanded", "absorbed") if self.view == "auto" else (self.view,),
+            views=views_of(self.view),
         )  # fmt: skip
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:

@@ -56,9 +56,7 @@ class GTA(Part):
         return frozenset({"head keys"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
-        if self.head_dim is None and heads.dim % heads.q:
-            raise OptionError(f"gta: dim={heads.dim} is no multiple of heads={heads.q}; give head_dim")
-        width = heads.dim // heads.q if self.head_dim is None else self.head_dim
+        width = heads.head_width(self.name, self.head_dim)
         rope = width // 4 * 2 if self.rope_dim is None else self.rope_dim
         kv = max(1, heads.q // 4) if self.kv_heads is None else self.kv_heads
         if kv < 1 or width < 1:
@@ -115,6 +113,3 @@ class GTAProject(Project):
         if "rotary" in flow.rows.tensors:
             k = torch.cat([k, flow.rows["rotary"].expand(-1, self.kv_heads, -1, -1)], -1)
         return q, k, state, flow.rows.axis
-
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))

@@ -83,7 +83,7 @@ class MFAProject(Project):
     def __init__(self, options: MFA, heads: Heads, site: Site) -> None:
         super().__init__()
         self.heads, self.width, self.reuse = heads.q, heads.qk_width, options.key_reuse
-        self._rotary = heads.rotary
+        self.turns = heads.rotary
         rank, source = options.q_rank or self.width, site.context_dim or heads.dim
         self.q_a_proj = nn.Linear(heads.dim, rank, bias=False)
         self.q_a_norm = RMSNorm(rank, 1e-6) if options.norm else nn.Identity()
@@ -108,9 +108,6 @@ class MFAProject(Project):
         rows = {"k": self.k_proj(flow.source)[:, None]}
         return rows if self.reuse else rows | {"v": self.v_proj(flow.source)[:, None]}
 
-    def rotary(self, name: str) -> slice | None:
-        return None if name == "v" else self._rotary
-
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
         assert flow.rows is not None
         k = flow.rows["k"]
@@ -118,6 +115,3 @@ class MFAProject(Project):
 
     def undo(self, o: Tensor, flow: Flow) -> Tensor:
         return o + self.value_gate * self.value_map(o) if self.reuse else o
-
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))

@@ -14,7 +14,7 @@ from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
 from manyheads.core.mask import Axis
-from manyheads.core.part import Heads, OptionError, Part, Project, Site
+from manyheads.core.part import Heads, Part, Project, Site
 from manyheads.core.registry import register
 
 
@@ -64,11 +64,7 @@ class MHE(Part):
         return {"gives head keys": "mhe(view=expanded)"}
 
     def layout(self, heads: Heads, site: Site) -> Heads:
-        if self.head_dim is None and heads.dim % heads.q:
-            raise OptionError(f"mhe: dim={heads.dim} is no multiple of heads={heads.q}; give head_dim")
-        width = heads.dim // heads.q if self.head_dim is None else self.head_dim
-        if width < 1:
-            raise OptionError(f"mhe: head_dim={width}; at least 1")
+        width = heads.head_width(self.name, self.head_dim)
         return Heads(heads.dim, heads.q, heads.q, width, width, heads.q, width, width**-0.5, slice(0, width))
 
     def embeds_keys(self, after: Heads) -> bool:
@@ -93,7 +89,7 @@ class MHEProject(Project):
     def __init__(self, options: MHE, heads: Heads, site: Site) -> None:
         super().__init__()
         self.heads, self.mul = heads.q, options.combine == "mul"
-        self._rotary = heads.rotary
+        self.turns = heads.rotary
         if options.view == "auto" and heads.rotary is None:
             self.views, self.absorb_below = ("expanded", "absorbed"), 2**31
         width, source = heads.qk_width, site.context_dim or heads.dim
@@ -122,9 +118,6 @@ class MHEProject(Project):
     def write(self, flow: Flow) -> dict[str, Tensor]:
         return {"k": self.k_proj(flow.source)[:, None], "v": self.v_proj(flow.source)[:, None]}
 
-    def rotary(self, name: str) -> slice | None:
-        return None if name == "v" else self._rotary
-
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
         assert flow.rows is not None
         k, v, axis = flow.rows["k"], flow.rows["v"], flow.rows.axis
@@ -142,6 +135,3 @@ class MHEProject(Project):
         if self.mul:
             return o * (1 + self.v_heads[:, None])
         return o[..., :-1] + o[..., -1:] * self.v_heads[:, None]
-
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from manyheads.attention.latent import LatentProject, latent_cost, latent_widths
+from manyheads.attention.latent import LatentProject, latent_cost, latent_widths, views_of
 from manyheads.core.cost import Cost
 from manyheads.core.part import Heads, Part, Site
 from manyheads.core.registry import register
@@ -80,7 +80,7 @@ class MLA(Part):
 
     def build(self, before: Heads, after: Heads, site: Site) -> LatentProject:
         rank, nope, rope, _ = self.widths(before)
-        views = ("expanded", "absorbed") if self.view == "auto" else (self.view,)
+        views = views_of(self.view)
         return LatentProject(
             after, site, rank=rank, nope=nope, rope=rope, q_rank=self.q_rank, norm="rms" if self.norm else "none",
             sqrt_scale=self.latent_scale == "sqrt", bias=self.bias, out_bias=self.out_bias, views=views,

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from manyheads.attention.latent import views_of
 from manyheads.attention.latent_blocks import BlockLatentProject, block_cost, block_widths
 from manyheads.core.cost import Cost
 from manyheads.core.part import Heads, Part, Site
@@ -88,7 +89,7 @@ class MLRA(Part):
         project = BlockLatentProject(
             after, site, blocks=self.blocks, branches=self.branches, rank=rank, nope=nope, rope=rope, q_rank=q_rank,
             norm=self.norm, sqrt_scale=self.latent_scale == "sqrt",
-            views=("expanded", "absorbed") if self.view == "auto" else (self.view,),
+            views=views_of(self.view),
         )  # fmt: skip
         if self.zero_out:
             nn.init.zeros_(project.o_proj.weight)

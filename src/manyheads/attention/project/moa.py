@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
-from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Part, Project, Site
 from manyheads.core.registry import register
 from manyheads.core.router import Router, Routing, dispatch
@@ -68,11 +67,7 @@ class MoA(Part):
             raise OptionError(f"moa: top={top} of {heads.q} heads; top may be 1 to {heads.q}")
         if not 0 <= self.sample <= top:
             raise OptionError(f"moa: sample={self.sample} of top={top} experts; sample may be 0 to {top}")
-        if self.head_dim is None and heads.dim % heads.q:
-            raise OptionError(f"moa: dim={heads.dim} is no multiple of heads={heads.q}; give head_dim")
-        width = heads.dim // heads.q if self.head_dim is None else self.head_dim
-        if width < 1:
-            raise OptionError(f"moa: head_dim={width}; at least 1")
+        width = heads.head_width(self.name, self.head_dim)
         return Heads(heads.dim, top, 1, width, width, top, width, width**-0.5, slice(0, width))
 
     def build(self, before: Heads, after: Heads, site: Site) -> MoAProject:
@@ -93,7 +88,7 @@ class MoA(Part):
 class MoAProject(Project):
     def __init__(self, options: MoA, experts: int, heads: Heads, site: Site) -> None:
         super().__init__()
-        self.top, self._rotary = heads.q, heads.rotary
+        self.top, self.turns = heads.q, heads.rotary
         self.renorm: Literal["detach", "none"] = options.renorm
         self.router = Router(heads.dim, experts, self.top, noisy=options.noisy, sample=options.sample)
         self.q_experts = _experts(experts, heads.dim, heads.qk_width)
@@ -116,13 +111,6 @@ class MoAProject(Project):
 
     def write(self, flow: Flow) -> dict[str, Tensor]:
         return {"k": self.k_proj(flow.source)[:, None], "v": self.v_proj(flow.source)[:, None]}
-
-    def rotary(self, name: str) -> slice | None:
-        return None if name == "v" else self._rotary
-
-    def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
-        assert flow.rows is not None
-        return q, flow.rows["k"], flow.rows["v"], flow.rows.axis
 
     def output(self, o: Tensor, flow: Flow) -> Tensor:
         routing: Routing = flow.memo["routing"]

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from manyheads.attention.latent import LatentProject, latent_cost, latent_widths
+from manyheads.attention.latent import LatentProject, latent_cost, latent_widths, views_of
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
@@ -82,7 +82,7 @@ class MTLA(Part):
 
     def build(self, before: Heads, after: Heads, site: Site) -> MTLAProject:
         rank, nope, rope, _ = self.widths(before)
-        views = ("expanded", "absorbed") if self.view == "auto" else (self.view,)
+        views = views_of(self.view)
         return MTLAProject(
             after, site, self.stride, rank=rank, nope=nope, rope=rope, q_rank=self.q_rank, norm="layer", views=views
         )

@@ -78,9 +78,7 @@ class QKVSharing(Part):
         return {"self": "qkv-sharing(tie=kv)", "gives head keys": still, "gives still values": still}
 
     def layout(self, heads: Heads, site: Site) -> Heads:
-        if self.head_dim is None and heads.dim % heads.q:
-            raise OptionError(f"qkv-sharing: dim={heads.dim} is no multiple of heads={heads.q}; give head_dim")
-        width = self.head_dim or heads.dim // heads.q
+        width = heads.head_width(self.name, self.head_dim)
         kv = heads.q if self.kv_heads is None else self.kv_heads
         if kv < 1 or width < 1:
             raise OptionError(f"qkv-sharing: kv_heads={kv} and head_dim={width} must be positive")
@@ -112,7 +110,7 @@ class QKVSharingProject(Project):
     def __init__(self, options: QKVSharing, heads: Heads, site: Site) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = heads.q, heads.kv, heads.v_width
-        self.rope, self._rotary = options.rope_dim, heads.rotary
+        self.rope, self.turns = options.rope_dim, heads.rotary
         own, source = site.kv_source is None, site.context_dim or heads.dim
         self.ties_q, self.ties_v = own and options.tie != "kv", options.tie != "qk"
         self.turns_values = options.rotation == "back"
@@ -153,7 +151,7 @@ class QKVSharingProject(Project):
         return {"k": rows["tied"], "v": heads_of(self.v_proj(flow.source), self.kv_heads)}
 
     def rotary(self, name: str) -> slice | None:
-        turns = self._rotary
+        turns = self.turns
         if turns is None or (name == "v" and not self.turns_values) or (name == "tied" and self.rope):
             return None
         return slice(0, turns.stop - turns.start) if name == "rope" else turns
@@ -163,9 +161,6 @@ class QKVSharingProject(Project):
         assert rows is not None
         k, v = (self._whole(rows.tensors), rows["tied"]) if self.ties_v else (rows["k"], rows["v"])
         return q, k, v, rows.axis
-
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))
 
 
 def heads_of(x: Tensor, heads: int) -> Tensor:

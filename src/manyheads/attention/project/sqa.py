@@ -77,11 +77,7 @@ class SQA(Part):
         return q, kv
 
     def layout(self, heads: Heads, site: Site) -> Heads:
-        if self.head_dim is None and heads.dim % heads.q:
-            raise OptionError(f"sqa: dim={heads.dim} is no multiple of heads={heads.q}; give head_dim")
-        width = heads.dim // heads.q if self.head_dim is None else self.head_dim
-        if width < 1:
-            raise OptionError(f"sqa: head_dim={width}; at least 1")
+        width = heads.head_width(self.name, self.head_dim)
         q, kv = self.counts(heads)
         score = max(q, kv)
         return Heads(heads.dim, score, kv, width, width, score, width, width**-0.5, slice(0, width))

@@ -88,7 +88,7 @@ class SuperAttention(Part):
 class SuperAttentionProject(Project):
     def __init__(self, options: SuperAttention, heads: Heads, site: Site) -> None:
         super().__init__()
-        self.form, self.heads, self._rotary = options.form, heads.q, heads.rotary
+        self.form, self.heads, self.turns = options.form, heads.q, heads.rotary
         self.causal = site.causal and not site.cross
         self.rotate = "write" if self.form == "optimised" else "read"
         self.remembers = self.form == "super"
@@ -135,13 +135,7 @@ class SuperAttentionProject(Project):
         mix = mix * Mask(new, axis, (causal,) if self.causal else ()).tile()
         return torch.einsum("bgts,bghsd->bghtd", mix, rows.unflatten(1, (mix.shape[1], -1))).flatten(1, 2)
 
-    def rotary(self, name: str) -> slice | None:
-        return None if name == "v" else self._rotary
-
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
         assert flow.rows is not None
         k, v = {"optimised": ("k", "v"), "efficient": ("x", "x"), "super": ("x", "v")}[self.form]
         return q, flow.rows[k], flow.rows[v], flow.rows.axis
-
-    def output(self, o: Tensor, flow: Flow) -> Tensor:
-        return self.o_proj(o.transpose(1, 2).flatten(2))

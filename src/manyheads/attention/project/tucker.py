@@ -103,7 +103,7 @@ class Tucker(Part):
 class TuckerProject(Project):
     def __init__(self, options: Tucker, heads: Heads, site: Site) -> None:
         super().__init__()
-        self.shared, self._rotary = options.shared, heads.rotary
+        self.shared, self.turns = options.shared, heads.rotary
         self.rotate = "read" if options.shared else "write"
         (r1, r2, r3), (s1, s2, _) = options.sizes(heads)
         source = site.context_dim or heads.dim
@@ -135,9 +135,6 @@ class TuckerProject(Project):
     def write(self, flow: Flow) -> dict[str, Tensor]:
         k = self.k_proj(flow.source)[:, None]
         return {"latent": k} if self.shared else {"k": k, "v": self.v_proj(flow.source)[:, None]}
-
-    def rotary(self, name: str) -> slice | None:
-        return None if name == "v" else self._rotary
 
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
         assert flow.rows is not None
