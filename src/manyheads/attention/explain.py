@@ -82,6 +82,7 @@ def _says(layer: Attention, piece: Piece, queries: int) -> str:
         kept = ", ".join(
             f"{name} {entry.heads} x {entry.width}" + (f" for {entry.stride} tokens" if entry.stride > 1 else "")
             for name, entry in layer.entries.items()
+            if entry.keep != 0
         )
         view = layer.view(queries)
         why = ""
@@ -104,6 +105,8 @@ def _says(layer: Attention, piece: Piece, queries: int) -> str:
         said.append("narrows the mask")
     if piece in layer.splitting:
         said.append("makes attention problems of its own")
+    if piece is layer.scan:
+        said.append("reads a state in place of keys")
     if isinstance(piece, Program):
         said.append("works on explicit scores, in tiles")
     if piece in list(layer.gates):

@@ -1,6 +1,6 @@
 """The attention layer: one pipeline that every combination of parts runs through.
 
-    x ─► tokens ─► project ─► transform ─► position ─► (cache) ─► select ─► attend ─► gate ─► output ─► y
+    x ─► tokens ─► project ─► transform ─► position ─► (cache) ─► select ─► attend | scan ─► gate ─► output ─► y
 
 Parts act through hooks (see `manyheads.core.part`); this file knows none of them by name.
 """
@@ -26,6 +26,7 @@ from manyheads.core.part import (
     Position,
     Program,
     Project,
+    Scan,
     Site,
     Tokens,
     Transform,
@@ -62,6 +63,7 @@ class Attention(nn.Module):
             pieces[part.stage].append(piece)
             self.layout = after
         self.project = cast(Project, pieces["project"][0])
+        self.scan = cast(Scan, pieces["scan"][0]) if pieces["scan"] else None
         self.tokens, self.transforms, self.positions, self.selects, self.attends, self.gates = (
             nn.ModuleList(pieces[stage]) for stage in ("tokens", "transform", "position", "select", "attend", "gate")
         )
@@ -136,7 +138,7 @@ class Attention(nn.Module):
             bias = piece.bias(call.mask, flow)
             if bias is not None:
                 call = Call(q, k, v, call.mask, call.scale, bias)
-        o = self._attend(call, self.splitting, flow).o
+        o = self._heads(call, flow)
         if self.project.turns_values:
             o = self._turn(o, "v", flow.q, back=True)
         o = self.project.undo(o, flow)
@@ -167,6 +169,13 @@ class Attention(nn.Module):
             )
         if isinstance(mask, Tensor):
             self._check_mask(mask, x)
+        if self.scan is not None and (
+            mask.rules != (causal,) if isinstance(mask, Mask) else mask is not None and mask.ndim == 4
+        ):
+            raise ValueError(
+                "a scan reads tokens in order and takes no mask over pairs of them; mark padding by a [B, T] mask, "
+                "packed documents by the segments of an Axis"
+            )
         if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) not in (1, len(x)):
             raise ValueError(f"positions of {len(positions)} sequences do not fit a batch of {len(x)}")
         layer = self.site.layer
@@ -302,7 +311,7 @@ class Attention(nn.Module):
     def view(self, queries: int) -> View:
         """How a pass reads its rows: the absorbed view pays while few queries read many latents."""
         views = self.project.views
-        if len(views) == 1 or not all(piece.linear for piece in self.late_transforms):
+        if len(views) == 1 or self.scan is not None or not all(piece.linear for piece in self.late_transforms):
             return cast(View, views[0])
         return "absorbed" if queries <= self.project.absorb_below else "expanded"
 
@@ -322,6 +331,12 @@ class Attention(nn.Module):
             rules = [piece.widen(rule, flow) for rule in rules]
         return Mask(q, k, tuple(rules))
 
+    def _heads(self, call: Call, flow: Flow) -> Tensor:
+        """What heads read, `[B, H, T, V]`: of keys, or of the state that stands in their place."""
+        if self.scan is not None:
+            return self.scan.scan(call.q * call.scale, call.k, call.v, flow)
+        return self._attend(call, self.splitting, flow).o
+
     def _attend(self, call: Call, pieces: list[Piece], flow: Flow, need_lse: bool = False) -> Out:
         """Split, solve, join: parts may turn one attention problem into several."""
         if not pieces:
@@ -336,7 +351,8 @@ class Attention(nn.Module):
         """The modules of the parts, as `spec.by_stage` has their options."""
         named = {
             "tokens": self.tokens, "project": [self.project], "transform": self.transforms, "position": self.positions,
-            "select": self.selects, "attend": self.attends, "gate": self.gates,
+            "select": self.selects, "scan": [] if self.scan is None else [self.scan], "attend": self.attends,
+            "gate": self.gates,
         }  # fmt: skip
         return {stage: cast(list[Piece], [*pieces]) for stage, pieces in named.items()}
 
@@ -362,6 +378,8 @@ class Attention(nn.Module):
 
     def explain(self, queries: int) -> Plan:
         """Which kernel a pass of `queries` new tokens runs on, and why."""
+        if self.scan is not None:
+            return self.scan.plan(queries)
         queries += sum(piece.extra for piece in cast(Sequence[Tokens], self.tokens))
         heads, view = self.layout, self.view(queries)
         groups = self.project.key_heads.get(view, 1 if view == "absorbed" else heads.kv)

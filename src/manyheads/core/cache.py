@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
     role: which transforms touch it when written ("k", "v", or None for rows that are neither yet). stride: tokens that
     share one slot, the last of them being what the slot holds. keep: how many of the newest rows later queries can
-    still see (None: all).
+    still see (None: all; 0: none, and the row is not stored).
     """
 
     heads: int
@@ -200,7 +200,9 @@ class SiteStore(CacheLayerMixin):
             entry = entries[name]
             if entry.dtype is not None:
                 new = new.to(entry.dtype)
-            if entry.stride > 1:
+            if entry.keep == 0:
+                tensors[name], keys = new, axis
+            elif entry.stride > 1:
                 seen = self.slots.setdefault(name, Slots(entry.stride)).write(new, axis)
                 tensors[name], keys = seen[""], seen.axis
             else:

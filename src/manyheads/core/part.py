@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from manyheads.core.cache import Entry, State
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
-from manyheads.core.kernel import Bias, Call, Out, Term, merge
+from manyheads.core.kernel import Bias, Call, Out, Plan, Term, merge
 from manyheads.core.mask import Axis, Mask, Rule
+from manyheads.core.scan import CHUNK
 
-Stage = Literal["tokens", "project", "transform", "position", "select", "attend", "gate"]
-STAGES: tuple[Stage, ...] = ("tokens", "project", "transform", "position", "select", "attend", "gate")
+Stage = Literal["tokens", "project", "transform", "position", "select", "scan", "attend", "gate"]
+STAGES: tuple[Stage, ...] = ("tokens", "project", "transform", "position", "select", "scan", "attend", "gate")
 
 NONE: frozenset[str] = frozenset()
 
@@ -41,8 +42,16 @@ FACTS = {
     "plain scores": "scores are products of queries and keys",
     "own tokens": "the layer sees the tokens of its sequence and none that were added",
     "still values": "values as read do not rotate with their keys",
+    "scores": "there is a score for each query and key",
+    "bare scores": "every earlier token counts, by the product of query and key with nothing added",
+    "final rows": "a token's rows are written once, from the token and what states keep",
+    "own rows": "the layer writes the rows that it reads",
 }
 """What a part may need, give, break or keep. Combinations are judged from these alone."""
+
+STAGE_NEEDS: Mapping[Stage, frozenset[str]] = {"attend": frozenset({"scores"})}
+STAGE_BREAKS: Mapping[Stage, frozenset[str]] = {"select": frozenset({"bare scores"})}
+"""What every part of a stage needs and breaks."""
 
 
 class OptionError(ValueError):
@@ -55,9 +64,10 @@ class Heads(NamedTuple):
     q, kv: score heads and key heads, query head h reads key head h // (q/kv). qk_width, v_width: channels of a key
     and a value. out, out_width: head outputs before the output projection. rotary: the channels of q and k that
     rotate. content: the channels that transforms may touch. keep: how many of the newest keys are ever seen (None:
-    all). grouped: False where a part pairs query heads with key heads itself, so that kv need not divide q. read: a
-    transform before this point acts when rows are read, so those from here on do too, whoever wrote the rows. keys: how
-    many keys a key head has for each value; they lie in one entry of keys · kv heads, all the first ones first.
+    all; 0: a key is read in its own pass only). grouped: False where a part pairs query heads with key heads itself, so
+    that kv need not divide q. read: a transform before this point acts when rows are read, so those from here on do
+    too, whoever wrote the rows. keys: how many keys a key head has for each value; they lie in one entry of keys · kv
+    heads, all the first ones first.
     """
 
     dim: int
@@ -110,6 +120,8 @@ class Site(NamedTuple):
         return frozenset(
             {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady"}
             | {"one rotation", "own tokens", "paired heads", "plain scores", "still values", "token queries"}
+            | {"scores", "bare scores", "final rows"}
+            | ({"own rows"} if self.kv_source is None else set())
             | ({"causal"} if self.causal else set())
             | ({"bidirectional"} if self.cross or not self.causal else set())
             | (set() if self.cross else {"self"})
@@ -164,6 +176,36 @@ class Part:
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         return Cost()
+
+
+@dataclass(frozen=True)
+class Recurrence(Part):
+    """Options of a scan. Its keys and values are read in the pass that makes them and never cached."""
+
+    stage: ClassVar[Stage] = "scan"
+    slot: ClassVar[str | None] = "scan"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset(
+            {"causal", "self", "bare scores", "final rows", "one map", "own rows", "own tokens", "token queries"}
+        )
+
+    @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"scores", "bare scores", "plain scores", "softmax", "token keys"})
+
+    @property
+    def hint(self) -> Mapping[str, str]:
+        return {"causal": "a scan reads tokens in order: a causal layer, or softmax attention in an encoder"}
+
+    def layout(self, heads: Heads, site: Site) -> Heads:
+        return heads._replace(keep=0)
+
+    def state_cost(self, heads: Heads) -> Cost:
+        """Of a state `[G, K, V]` that each token is added to and each query head reads."""
+        size = heads.qk_width * heads.v_width
+        return Cost(state_floats=heads.kv * size, token_flops=2 * (heads.kv + heads.q) * size)
 
 
 class Piece(nn.Module):
@@ -392,6 +434,23 @@ class BoundProgram(NamedTuple):
 
     def read(self, weights: Tensor, call: Call, rows: slice) -> Tensor | None:
         return self.piece.read(weights, call, rows, self.flow)
+
+
+class Scan(Piece):
+    """Heads with a state in place of keys: what a query reads is a function of the state that earlier tokens left."""
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, flow: Flow) -> Tensor:
+        """Head outputs `[B, H, T, V]` of q `[B, H, T, K]`, scaled, over k `[B, G, T, K]` and v `[B, G, T, V]`.
+
+        All rows are of this pass (see `core.scan` for what carries them on); those of a part that leaves the layout's
+        `keep` at None are of all tokens so far.
+        """
+        raise NotImplementedError
+
+    def plan(self, queries: int) -> Plan:
+        """How a pass of so many tokens runs."""
+        how = "one step" if queries == 1 else f"products inside chunks of {min(queries, CHUNK)} tokens"
+        return Plan("scan", f"a state in place of keys; {how}", (("sdpa", "there are no scores"),))
 
 
 class Gate(Piece):

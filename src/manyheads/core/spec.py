@@ -16,7 +16,17 @@ from functools import cached_property
 from typing import Any, Literal
 
 from manyheads.core.cost import Cost
-from manyheads.core.part import FACTS, NONE, STAGES, Heads, OptionError, Part, Site
+from manyheads.core.part import (
+    FACTS,
+    NONE,
+    STAGE_BREAKS,
+    STAGE_NEEDS,
+    STAGES,
+    Heads,
+    OptionError,
+    Part,
+    Site,
+)
 from manyheads.core.registry import all_presets, find
 
 
@@ -44,12 +54,15 @@ class Spec:
         return " + ".join(_print(part) for part in self.parts)
 
     def resolve(self, site: Site) -> Spec:
-        """In pipeline order, with what is implied: `gqa` (all heads) and, in causal self-attention, `rope`."""
+        """In pipeline order, with what is implied: `gqa` (all heads) and, in causal self-attention, `rope`.
+
+        A scan knows the order of tokens without it.
+        """
         parts = sorted(self.parts, key=lambda part: STAGES.index(part.stage))
         stages = {part.stage for part in parts}
         if "project" not in stages:
             parts.append(find("gqa")())
-        if "position" not in stages and site.causal and not site.cross:
+        if not stages & {"position", "scan"} and site.causal and not site.cross:
             parts.append(find("rope")())
         spec = Spec(tuple(sorted(parts, key=lambda part: STAGES.index(part.stage))))
         spec.check(site)
@@ -66,7 +79,7 @@ class Spec:
                 raise SpecError(
                     f"{taken[part.slot].name!r} and {part.name!r} both take the slot {part.slot!r}; keep one of them"
                 )
-            for fact in sorted(part.needs - facts):
+            for fact in sorted((part.needs | STAGE_NEEDS.get(part.stage, NONE)) - facts):
                 before = " + ".join(other.name for other in self.parts[: self.parts.index(part)])
                 why = "which nothing here gives" + (f" ({before})" if before else "")
                 why = f"which {broken[fact].name!r} breaks" if fact in broken else why
@@ -77,7 +90,8 @@ class Spec:
                     f"{part.name!r} needs {fact!r} ({FACTS[fact]}), {why}"
                     + (f"; nearest legal: {hint}" if hint else "")
                 )
-            breaks = part.breaks | ({"cached heads"} if part.at == "read" else NONE)
+            breaks = part.breaks | STAGE_BREAKS.get(part.stage, NONE)
+            breaks |= {"cached heads"} if part.at == "read" else NONE
             for fact in sorted(breaks & kept.keys()):
                 hint = kept[fact].hint.get(fact)
                 raise SpecError(
@@ -115,10 +129,11 @@ class Spec:
 
     def cost(self, dim: int, heads: int, site: Site | None = None) -> Cost:
         """Parameters, cache and FLOPs of a layer with this spec."""
-        site = site or Site()
-        total = Cost()
-        for part, before, after in self.resolve(site).layouts(dim, heads, site):
-            total = total + part.cost(before, after, site)
+        site, total = site or Site(), Cost()
+        spec = self.resolve(site)
+        for part, before, after in spec.layouts(dim, heads, site):
+            cost = part.cost(before, after, site)
+            total = total + (cost._replace(pair_flops=0) if spec.by_stage["scan"] and part.stage != "scan" else cost)
         return total
 
     @cached_property

@@ -75,7 +75,7 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
         return [layer.spec for layer in self.attentions]
 
     def _merger(self) -> Attention | None:
-        """The first layer whose keys are slots of several tokens."""
+        """The first layer whose keys are slots of several tokens, or that keeps a state in place of keys."""
         return next((layer for layer in self.attentions if merging(layer)), None)
 
     def on_step(self, progress: float) -> None:
@@ -139,7 +139,7 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
         merger = self._merger()
         whole = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
         if merger is not None:
-            slots = f"layer {merger.site.layer} ({merger.spec}) merges tokens into slots"
+            slots = f"layer {merger.site.layer} ({merger.spec}) merges tokens into slots or a state"
             if cache is not None and not isinstance(cache, Cache):
                 raise ValueError(f"{slots}, which a {type(cache).__name__} cannot hold; use manyheads.Cache")
             if whole:
@@ -167,7 +167,8 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
         merger = self._merger()
         if merger is not None and generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
-                f"drafts cannot be taken back: layer {merger.site.layer} ({merger.spec}) merges tokens into slots"
+                f"drafts cannot be taken back: layer {merger.site.layer} ({merger.spec}) merges tokens into slots or a "
+                "state"
             )
         wanted = generation_config.cache_implementation is None and generation_config.use_cache is not False
         if wanted and model_kwargs.get("cache") is None:

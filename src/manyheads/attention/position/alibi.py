@@ -30,7 +30,7 @@ class Alibi(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"alike heads"})
+        return frozenset({"alike heads", "bare scores"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         return heads._replace(rotary=None)

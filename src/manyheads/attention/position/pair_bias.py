@@ -46,7 +46,7 @@ class PairBias(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"alike heads"})
+        return frozenset({"alike heads", "bare scores"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.channels < 2 or self.channels % 2:

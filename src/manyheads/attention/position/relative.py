@@ -40,7 +40,7 @@ class Relative(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"alike heads"})
+        return frozenset({"alike heads", "bare scores"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.context < 1:

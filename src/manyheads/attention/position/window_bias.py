@@ -39,7 +39,7 @@ class WindowBias(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"alike heads"})
+        return frozenset({"alike heads", "bare scores"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if len(self.windows) != heads.q or min(self.windows) < 0:

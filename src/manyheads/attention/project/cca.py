@@ -69,7 +69,7 @@ class CCA(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"token keys"})
+        return frozenset({"token keys", "final rows"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.head_dim is None and heads.dim % (2 * heads.q):

@@ -61,7 +61,7 @@ class MTLA(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"cached heads", "token keys"})
+        return frozenset({"cached heads", "token keys", "final rows"})
 
     @property
     def hint(self) -> dict[str, str]:

@@ -52,7 +52,7 @@ class SuperAttention(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"cached heads"} | ({"token keys"} if self.form == "super" else set()))
+        return frozenset({"cached heads"} | ({"token keys", "final rows"} if self.form == "super" else set()))
 
     @property
     def hint(self) -> dict[str, str]:
