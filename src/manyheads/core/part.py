@@ -188,7 +188,17 @@ class Recurrence(Part):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset(
-            {"causal", "self", "bare scores", "final rows", "one map", "own rows", "own tokens", "token queries"}
+            {
+                "causal",
+                "self",
+                "head keys",
+                "bare scores",
+                "final rows",
+                "one map",
+                "own rows",
+                "own tokens",
+                "token queries",
+            }
         )
 
     @property
