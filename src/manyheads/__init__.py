@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from manyheads.core.mask import Axis, Mask
     from manyheads.core.part import OptionError, Site
     from manyheads.core.spec import Spec, SpecError
+    from manyheads.stack import Decoder, Encoder, Stack
 
 __version__ = "0.1.0"
 
@@ -24,21 +25,24 @@ __all__ = [
     "Axis",
     "Cache",
     "Cost",
+    "Decoder",
+    "Encoder",
     "Links",
     "Mask",
     "OptionError",
     "Site",
     "Spec",
     "SpecError",
+    "Stack",
     "adopt",
     "explain",
     "shrink",
 ]
 
 _HOMES = {
-    "Attention": "attention", "Axis": "core.mask", "Cache": "core.cache", "Cost": "core.cost", "Links": "core.flow",
-    "Mask": "core.mask", "OptionError": "core.part", "Site": "core.part", "Spec": "core.spec", "SpecError": "core.spec",
-    "adopt": "convert.adopt", "explain": "attention.explain", "shrink": "bench.job:shrink_model",
+    "Attention": "attention", "Axis": "core.mask", "Cache": "core.cache", "Cost": "core.cost", "Decoder": "stack",
+    "Encoder": "stack", "Links": "core.flow", "Mask": "core.mask", "OptionError": "core.part", "Site": "core.part",
+    "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack", "adopt": "convert.adopt", "explain": "attention.explain", "shrink": "bench.job:shrink_model",
 }  # fmt: skip
 
 

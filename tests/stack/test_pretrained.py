@@ -218,7 +218,7 @@ def test_what_forward_takes_and_gives(body):
     given = logits(of, input_ids=inputs["input_ids"], attention_mask=triangle)
     seen = inputs["attention_mask"].bool()
     torch.testing.assert_close(given[seen], full[seen], atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"layer 0 \(mtla.* merges tokens into slots: no 4-D mask fits"):
+    with pytest.raises(ValueError, match=r"layer 0 \(mtla.* merges tokens into slots or a state: no 4-D mask fits"):
         logits(model("mtla", body), input_ids=inputs["input_ids"], attention_mask=triangle)
 
 
