@@ -98,5 +98,5 @@ def test_masks_over_pairs_are_refused():
     for mask in (torch.ones(1, 1, 4, 4, dtype=torch.bool), window):
         with pytest.raises(ValueError, match=r"\[B, T\] mask"):
             layer(x, mask=mask)
-    with pytest.raises(ValueError, match="reads the rows|own rows"):
+    with pytest.raises(ValueError, match=r"reads the rows|own rows"):
         Decoder(10, "retention", dim=24, heads=4, layers=2, kv_source=[None, 0])
