@@ -31,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/manyheads shrink smollm2 --kv 50% --kv 25% --heal 32 --evaluate 2x2048 --out demo/smollm2
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --dist worksteal
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

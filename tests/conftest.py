@@ -1,4 +1,4 @@
-"""One environment for every test: offline, two threads, a seed per test."""
+"""One environment for every test: offline, two threads (one each in parallel workers), a seed per test."""
 
 import importlib.util
 import os
@@ -9,7 +9,8 @@ from pathlib import Path
 # Read when torch and the Hugging Face libraries are first imported, so set before either is.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: tests share their cores with others
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+os.environ.setdefault("OMP_NUM_THREADS", THREADS)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(THREADS))
 
 
 @pytest.fixture(autouse=True)
