@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyheads.attention import Attention
     from manyheads.attention.explain import explain
+    from manyheads.bench.compare import compare
     from manyheads.bench.job import shrink_model as shrink
     from manyheads.convert.adopt import adopt
     from manyheads.core.cache import Cache
@@ -35,6 +36,7 @@ __all__ = [
     "SpecError",
     "Stack",
     "adopt",
+    "compare",
     "explain",
     "shrink",
 ]
@@ -42,7 +44,8 @@ __all__ = [
 _HOMES = {
     "Attention": "attention", "Axis": "core.mask", "Cache": "core.cache", "Cost": "core.cost", "Decoder": "stack",
     "Encoder": "stack", "Links": "core.flow", "Mask": "core.mask", "OptionError": "core.part", "Site": "core.part",
-    "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack", "adopt": "convert.adopt", "explain": "attention.explain", "shrink": "bench.job:shrink_model",
+    "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack", "adopt": "convert.adopt",
+    "compare": "bench.compare", "explain": "attention.explain", "shrink": "bench.job:shrink_model",
 }  # fmt: skip
 
 

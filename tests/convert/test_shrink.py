@@ -8,11 +8,13 @@ from tests.convert.tiny import model, saved, tokens
 from tests.oracles.reference import close
 from transformers import AutoModelForCausalLM
 
+from manyheads.convert import resume
 from manyheads.convert import shrink as job
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.moves.gqa import ToGQA
 from manyheads.convert.plan import Goal, make_goal
-from manyheads.convert.shrink import Calibration, Damage, ResumeError, shape_of, shrink, stretched
+from manyheads.convert.resume import ResumeError
+from manyheads.convert.shrink import Calibration, Damage, shape_of, shrink, stretched
 from manyheads.convert.stream import InMemory, OnDisk, attention_of, put_attention, run
 from manyheads.core.part import OptionError
 from manyheads.stack import ManyheadsForCausalLM
@@ -146,7 +148,7 @@ def test_an_interrupt_before_or_after_any_write_changes_nothing(uninterrupted, b
     layers = InMemory(source(layers=2))
     wanted = goals(layers, ("50%", "mla"))
     one_goal = {name: content for name, content in uninterrupted.items() if not name.startswith("gqa")}
-    writes = {"_save": job._save, "_write_text": job._write_text}
+    writes = [(job, "_save"), (job, "write_text"), (resume, "write_text")]
 
     def armed(write, stop):
         def wrapped(what, file):
@@ -162,8 +164,8 @@ def test_an_interrupt_before_or_after_any_write_changes_nothing(uninterrupted, b
         stop = interrupt_at(count)
         folder = tmp_path / str(count)
         with monkeypatch.context() as patch:
-            for name, write in writes.items():
-                patch.setattr(job, name, armed(write, stop))
+            for module, name in writes:
+                patch.setattr(module, name, armed(getattr(module, name), stop))
             try:
                 shrink(layers, tokens(), wanted, folder, heal=HEAL)
                 break

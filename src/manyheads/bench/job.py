@@ -12,7 +12,6 @@ import datetime
 import errno
 import gc
 import json
-import platform
 import shutil
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from manyheads.bench.report import write_report
-from manyheads.bench.timing import PeakMemory, Timing, decoder, interleaved, kv_bytes
+from manyheads.bench.timing import PeakMemory, Timing, decoder, interleaved, kv_bytes, machine
 from manyheads.convert.account import account
 from manyheads.convert.adopt import FAMILIES, adopted_config, family_of
 from manyheads.convert.export.atomic import disk_full
@@ -481,12 +480,3 @@ def _write(result: dict[str, Any], work: Path) -> None:
         result["report"] = None
         result["notes"].append(f"no report.html: {error}")
     (work / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def machine() -> str:
-    """What this runs on, in one line."""
-    name = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -4,11 +4,13 @@ Times are in milliseconds and carry every sample, so that a ratio can be taken r
 """
 
 import inspect
+import platform
 import resource
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -98,9 +100,7 @@ def decoder(
             _, cache = cached(model, part, cache, **options)
         return cache
 
-    # glibc keeps freed blocks as large as the largest it has seen freed, up to 32 MB. A cache that grows by copying
-    # asks for a little more each step, so that every page would fault anew, or not, by what the process did before.
-    torch.empty(31 * _MB, dtype=torch.uint8)
+    settle()
     cache = fill(1 if cache_factory is None else batch)
     if cache_factory is None and batch > 1 and not _repeat(cache, batch):
         cache = fill(batch)
@@ -111,6 +111,15 @@ def decoder(
         cached(model, newest, cache, **options)
 
     return step
+
+
+def settle() -> None:
+    """Bring the allocator to one state: a growing cache then takes the time it takes, whatever the process did before.
+
+    glibc keeps freed blocks as large as the largest it has seen freed, up to 32 MB. A cache that grows by copying asks
+    for a little more each step, so that every page would fault anew, or not.
+    """
+    torch.empty(31 * _MB, dtype=torch.uint8)
 
 
 def decode_ms(
@@ -279,6 +288,15 @@ def bandwidth(
         ).items()
     }
     return Machine(megabytes * _MB / best["read"] / 1e9, 2 * size**3 / best["matmul"] / 1e9)
+
+
+def machine() -> str:
+    """What this runs on, in one line."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def _time(fn: Callable[[], object]) -> float:

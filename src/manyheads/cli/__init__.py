@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from manyheads import __version__
+from manyheads.cli.compare import compare
 from manyheads.cli.eval import evaluate
 from manyheads.cli.explain import explain
 from manyheads.cli.export import export
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for name, function in (
     ("shrink", shrink),
+    ("compare", compare),
     ("eval", evaluate),
     ("generate", generate),
     ("explain", explain),

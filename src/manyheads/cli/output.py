@@ -59,14 +59,14 @@ def note(text: str) -> None:
     typer.echo(f"note: {text}", err=True)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table that fits 80 columns; the first `left` columns hold text, the others numbers."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, tight: bool = False) -> None:
+    """Print a table that fits 80 columns; the first `left` columns hold text, the others numbers. tight: less air."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=tight)
     lines = max(title.count("\n") for title in head)
     for index, title in enumerate(head):
         raised = "\n" * (lines - title.count("\n")) + title  # titles stand at the bottom
@@ -112,7 +112,8 @@ class Bars:
     def __init__(self) -> None:
         self._bars: Any = None
         self._tasks: dict[str, Any] = {}
-        self._start = time.perf_counter()
+        self._last = time.perf_counter()  # when a stage ended
+        self._began: dict[str, float] = {}
 
     def __enter__(self) -> Bars:
         if sys.stderr.isatty():
@@ -135,10 +136,13 @@ class Bars:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(stage, total=total)
             self._bars.update(self._tasks[stage], completed=done)
-        elif done == total:
-            now = time.perf_counter()
-            typer.echo(f"{stage}: done in {now - self._start:.1f} s", err=True)
-            self._start = now
+            return
+        now = time.perf_counter()
+        began = self._began.setdefault(stage, now if done == 0 else self._last)
+        if done == total:
+            typer.echo(f"{stage}: done in {now - began:.1f} s", err=True)
+            self._last = now
+            del self._began[stage]
 
 
 def sizes(text: str) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from manyheads.convert.moves.gauge import gauge
 from manyheads.convert.moves.gqa import ToGQA
 from manyheads.convert.moves.mla import ToMLA, choose
 from manyheads.convert.plan import Goal, Shape, check_uniform
+from manyheads.convert.resume import check_resume, write_text
 from manyheads.convert.stats import AttentionStats, measure, power, sensitivity
 from manyheads.convert.stream import InMemory, Layers, attention_of, layer_name, put_attention, run
 from manyheads.core.part import OptionError, Site
@@ -37,10 +38,6 @@ SURVEYED = 4096
 """Calibration tokens that the survey looks at (each window costs a full attention map a head and layer)."""
 FELT = 6144
 """Calibration tokens whose gradients say how the loss feels each layer's output."""
-
-
-class ResumeError(ValueError):
-    """A folder of an interrupted job that was started with other options."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def shrink(
     text = Calibration(tokens, stretched(len(tokens), tokens.shape[1], limit, heal.seed), bfloat16)
     refuse(layers.config, goals)
     source = {"source": _digest(layers.embed(tokens)), "tokens": _digest(tokens)}
-    _check_resume(work, {**source, "heal": asdict(heal), "stretch": limit, **(options or {})})
+    check_resume(work, {**source, "heal": asdict(heal), "stretch": limit, **(options or {})})
     survey(layers, text, work / "survey", progress)
     slots = turning_damage(work / "survey", len(layers.config.specs))
     return [convert(layers, text, goal, work, heal, slots, progress) for goal in goals]
@@ -285,7 +282,7 @@ class _Done:
 
     def add(self, damage: Damage, source: Tensor, ours: Tensor) -> None:
         self.damage.append(damage)
-        _write_text(json.dumps([asdict(entry) for entry in self.damage], indent=1), self.folder / "damage.json")
+        write_text(json.dumps([asdict(entry) for entry in self.damage], indent=1), self.folder / "damage.json")
         kept = {"source": source.contiguous(), "ours": ours.contiguous(), "layers": torch.tensor(self.layers)}
         _save(kept, self.folder / "streams.safetensors")
 
@@ -306,7 +303,7 @@ def _finish(layers: Layers, goal: Goal, folder: Path, damage: list[Damage]) -> N
         where |= dict.fromkeys(header, file.name)
         size += sum(stop - start for start, stop in header.values())
     index = {"metadata": {"total_size": size}, "weight_map": where}
-    _write_text(json.dumps(index, indent=1), folder / "model.safetensors.index.json")
+    write_text(json.dumps(index, indent=1), folder / "model.safetensors.index.json")
     config = ManyheadsConfig(
         base=layers.config.base,
         specs=[entry.spec for entry in damage],
@@ -327,29 +324,6 @@ def _header(file: Path) -> dict[str, tuple[int, int]]:
     return {name: tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"}
 
 
-def _check_resume(work: Path, options: dict[str, Any]) -> None:
-    """A job's options are written down when it starts; going on with others would mix two jobs."""
-    file = work / "job.json"
-    options = _flat(json.loads(json.dumps(options, default=str)))
-    if not file.exists():
-        work.mkdir(parents=True, exist_ok=True)
-        _write_text(json.dumps(options, indent=1), file)
-        return
-    before = json.loads(file.read_text())
-    differ = sorted(name for name in before.keys() | options.keys() if before.get(name) != options.get(name))
-    if differ:
-        told = ", ".join(f"{name} was {before.get(name)!r}, is {options.get(name)!r}" for name in differ)
-        raise ResumeError(f"{work} holds a job with other options ({told}); repeat them, or choose another folder")
-
-
-def _flat(options: dict[str, Any]) -> dict[str, Any]:
-    """One level, so that a difference is named by what differs: `heal.steps`."""
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        flat |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
-
-
 def _digest(tokens: Tensor) -> str:
     return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
 
@@ -362,9 +336,3 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         partial.rename(file)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _write_text(text: str, file: Path) -> None:
-    partial = file.with_suffix(".tmp")
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.rename(file)

@@ -1,0 +1,83 @@
+"""A model that `compare` trains: what it is made of, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from manyheads.attention import Attention
+from manyheads.core.part import OptionError
+from manyheads.core.spec import Spec
+from manyheads.stack.decoder import Decoder
+
+VOCAB = 256
+"""Tokens are bytes."""
+
+
+class Costs(NamedTuple):
+    """What a model costs.
+
+    parameters: trained numbers, counted. flops: of training, a token (a backward pass counts as two forward ones).
+    cache: bytes a token over all layers once `context` tokens are cached.
+    """
+
+    parameters: int
+    flops: float
+    cache: float
+
+
+@dataclass(frozen=True)
+class Design:
+    """Each field but the spec is an argument of `Decoder`; a new one needs no other change than its default here."""
+
+    spec: str
+    dim: int = 128
+    heads: int = 4
+    layers: int = 4
+    ffn: str = "swiglu"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `Decoder`."""
+        return {name: value for name, value in asdict(self).items() if name != "spec"} | {"specs": self.spec}
+
+    def build(self) -> Decoder:
+        return Decoder(VOCAB, **self.arguments)
+
+    def check(self, context: int) -> None:
+        """Raise an `OptionError` if there is no such model, or none that reads `context` tokens."""
+        if self.heads < 1 or self.dim < 1 or self.layers < 1:
+            raise OptionError(f"dim={self.dim}, heads={self.heads}, layers={self.layers}: each is at least 1")
+        for layer in self._meta().stack.attentions:
+            site = layer.site._replace(max_len=context)  # parts of a fixed length say here that it is too short
+            Spec.parse(self.spec).resolve(site).layouts(self.dim, self.heads, site)
+
+    def costs(self, context: int, itemsize: int = 4) -> Costs:
+        """Exact where the parts' costs are: weights are counted on a model without storage."""
+        model = self._meta()
+        layers = model.stack.attentions
+        costs = [layer.spec.cost(layer.dim, layer.heads, layer.site) for layer in layers]
+        pairs = (cost.pair_flops * _keys_seen(layer, context) for cost, layer in zip(costs, layers, strict=True))
+        flops = sum(cost.token_flops for cost in costs) + sum(pairs) + 2 * VOCAB * self.dim
+        flops += sum(2 * _weights(block.ffn) for block in model.stack.blocks)  # type: ignore[arg-type]
+        cached = sum(cost.cache_bytes(context, itemsize) for cost in costs)
+        return Costs(sum(p.numel() for p in model.parameters()), 3 * flops, cached / context)
+
+    def _meta(self) -> Decoder:
+        with torch.device("meta"):
+            return self.build()
+
+
+def _keys_seen(layer: Attention, context: int) -> float:
+    """Keys that a query of a causal pass over `context` tokens sees, on average."""
+    keep = layer.layout.keep  # rows that are kept for later queries; a query sees its own one as well
+    most = context if keep is None else min(keep + 1, context)
+    return (most * (most + 1) / 2 + (context - most) * most) / context
+
+
+def _weights(ffn: nn.Module | None) -> int:
+    """Numbers of a feed-forward that each token is multiplied with: all of its matrices."""
+    return 0 if ffn is None else sum(p.numel() for p in ffn.parameters() if p.ndim > 1)
