@@ -9,8 +9,7 @@ from pathlib import Path
 # Read when torch and the Hugging Face libraries are first imported, so set before either is.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads sleep: tests share their cores with others
-THREADS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
-os.environ.setdefault("OMP_NUM_THREADS", THREADS)
+os.environ["OMP_NUM_THREADS"] = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(int(THREADS))
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(autouse=True)
