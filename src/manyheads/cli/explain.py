@@ -67,9 +67,10 @@ def _of_model(name: str) -> list[tuple[list[int], str, int, int, Site]]:
 
     config = config_of(name)
     kinds: dict[tuple[str, int, int | None], list[int]] = {}
-    for index, kind in enumerate(zip(config.specs, config.heads, config.kv_source, strict=True)):
+    turns = config.turns
+    for index, kind in enumerate(zip(map(str, turns.specs), turns.heads, turns.kv_source, strict=True)):
         kinds.setdefault(kind, []).append(index)
-    count = len(config.specs)
+    count = len(turns.specs)
     return [
         (layers, spec, config.hidden_size, heads, Site(layers[0], count, kv_source=source))
         for (spec, heads, source), layers in kinds.items()

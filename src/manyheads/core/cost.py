@@ -12,7 +12,8 @@ class Cost(NamedTuple):
     parameters: trained numbers. cache_floats: numbers cached for each token (a fraction when a slot serves several
     tokens). state_floats: numbers kept for each sequence whatever its length. token_flops: multiply-adds times two
     for each token. pair_flops: the same for each (query, key) pair, all heads together. windows: (kept, floats) where
-    `floats` of the numbers cached for each token are held for the newest `kept` tokens only.
+    `floats` of the numbers cached for each token are held for the newest `kept` tokens only. shared: (name, numbers) of
+    those parameters that a stack owns (`Site.share`); a sum counts each name once.
     """
 
     parameters: int = 0
@@ -21,15 +22,18 @@ class Cost(NamedTuple):
     token_flops: int = 0
     pair_flops: int = 0
     windows: tuple[tuple[int, Fraction], ...] = ()
+    shared: tuple[tuple[str, int], ...] = ()
 
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+        twice = sum(numbers for _, numbers in {*self.shared} & {*other.shared})
         return Cost(
-            self.parameters + other.parameters,
+            self.parameters + other.parameters - twice,
             self.cache_floats + other.cache_floats,
             self.state_floats + other.state_floats,
             self.token_flops + other.token_flops,
             self.pair_flops + other.pair_flops,
             self.windows + other.windows,
+            tuple(dict.fromkeys(self.shared + other.shared)),
         )
 
     def cache_bytes(self, tokens: int, itemsize: int = 4) -> int:

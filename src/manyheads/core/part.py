@@ -6,7 +6,7 @@ every hook is an identity by default, so the layer needs no special case for any
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -105,7 +105,11 @@ class Heads(NamedTuple):
 
 
 class Site(NamedTuple):
-    """Where a layer sits. kv_source: the earlier layer whose cached rows this one reads instead of its own."""
+    """Where a layer sits.
+
+    layer: its number, counted on where a stack runs its blocks several times. kv_source: the earlier layer whose cached
+    rows this one reads instead of its own. shared: gives modules that the stack owns, by name (see `borrow`).
+    """
 
     layer: int = 0
     layers: int = 1
@@ -114,6 +118,14 @@ class Site(NamedTuple):
     context_dim: int | None = None
     max_len: int | None = None
     kv_source: int | None = None
+    shared: Callable[[str, Callable[[], nn.Module]], nn.Module] | None = None
+
+    def share(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
+        """The stack's module of that name, which the first who asks makes; in a lone layer, one of its own.
+
+        Layers share what has one name (without dots); a name that holds `layer` is shared inside that layer only.
+        """
+        return make() if self.shared is None else self.shared(name, make)
 
     @property
     def facts(self) -> frozenset[str]:
@@ -126,6 +138,19 @@ class Site(NamedTuple):
             | ({"bidirectional"} if self.cross or not self.causal else set())
             | (set() if self.cross else {"self"})
         )
+
+
+def borrow(holder: nn.Module, attribute: str, site: Site, name: str, make: Callable[[], nn.Module]) -> None:
+    """Give a module the weights that its site shares under a name, as an attribute.
+
+    What a stack owns is no submodule of the borrower, so that it is saved and counted once; a lone layer owns its own.
+    The part's cost lists what it borrows in `Cost.shared`.
+    """
+    module = site.share(name, make)
+    if site.shared is None:
+        setattr(holder, attribute, module)
+    else:
+        object.__setattr__(holder, attribute, module)  # past `nn.Module.__setattr__`, which registers
 
 
 @dataclass(frozen=True)

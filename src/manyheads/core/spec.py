@@ -10,7 +10,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class Spec:
         return line if isinstance(line, Spec) else cls(tuple(_Parser(line).parts()))
 
     def __str__(self) -> str:
-        return " + ".join(_print(part) for part in self.parts)
+        return " + ".join(map(printed, self.parts))
 
     def resolve(self, site: Site) -> Spec:
         """In pipeline order, with what is implied: `gqa` (all heads) and, in causal self-attention, `rope`.
@@ -141,7 +141,16 @@ class Spec:
         return {stage: [part for part in self.parts if part.stage == stage] for stage in STAGES}
 
 
-def _print(part: Part) -> str:
+def read_one(line: str, lookup: Callable[[str], type]) -> Any:
+    """One `name(option=value, …)`, made from the dataclass that `lookup` finds; an error points at the token.
+
+    The first option may go without its name, the first `unnamed` ones where the dataclass says so.
+    """
+    return _Parser(line, lookup).one()
+
+
+def printed(part: Any) -> str:
+    """The line that reads back as these options (a dataclass with a `name`)."""
     changed = [
         f"{field.name}={_value(getattr(part, field.name))}"
         for field in dataclasses.fields(part)
@@ -158,12 +167,16 @@ def _value(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-_SAID = {"part": "a part", "word": "a word", "number": "a number"}
+_SAID = {"part": "a part", "word": "a word", "number": "a number", "end": "the end"}
+
+
+def _part_or_preset(name: str) -> type:
+    return all_presets().get(name) or find(name)
 
 
 class _Parser:
-    def __init__(self, line: str) -> None:
-        self.line = line
+    def __init__(self, line: str, lookup: Callable[[str], type] = _part_or_preset) -> None:
+        self.line, self.lookup = line, lookup
         self.tokens = list(self._scan())
         self.next = 0
 
@@ -192,15 +205,22 @@ class _Parser:
         return kind, text, at
 
     def parts(self) -> Iterator[Part]:
-        yield from self._part()
-        while self.tokens[self.next][0] != "end":
+        while True:
+            made = self._part()
+            yield from (made,) if isinstance(made, Part) else made.parts()
+            if self.tokens[self.next][0] == "end":
+                return
             self._take("+")
-            yield from self._part()
 
-    def _part(self) -> tuple[Part, ...]:
+    def one(self) -> Any:
+        made = self._part()
+        self._take("end")
+        return made
+
+    def _part(self) -> Any:
         _, name, at = self._take("part")
         try:
-            part = all_presets().get(name) or find(name)
+            part = self.lookup(name)
         except OptionError as error:
             raise self._error(at, str(error)) from None
         given: dict[str, Any] = {}
@@ -212,10 +232,9 @@ class _Parser:
                     self._take(",", *([")"] if self.tokens[self.next][0] == "end" else []))
             self._take(")")
         try:
-            made = part(**given)
+            return part(**given)
         except (TypeError, OptionError) as error:
             raise self._error(at, f"{name}: {error}") from None
-        return (made,) if isinstance(made, Part) else made.parts()
 
     def _option(self, part: type, given: dict[str, Any]) -> None:
         fields = [field.name for field in dataclasses.fields(part)]
@@ -224,10 +243,12 @@ class _Parser:
         if named:
             _, name, _ = self._take("word")
             self._take("=")
-        elif not fields or given:
-            raise self._error(at, f"only the first option of {part.name!r} may go without its name")
+        elif len(given) >= min(len(fields), getattr(part, "unnamed", 1)):
+            most = getattr(part, "unnamed", 1)
+            those = "option" if most == 1 else f"{most} options"
+            raise self._error(at, f"only the first {those} of {part.name!r} may go without its name")
         else:
-            name = fields[0]
+            name = fields[len(given)]
         if name not in fields:
             raise self._error(at, f"{part.name!r} has no option {name!r}; it has {', '.join(fields) or 'none'}")
         if name in given:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -9,12 +11,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from manyheads.attention import Attention
 from manyheads.core.flow import Links
 from manyheads.core.mask import Axis, Mask
+from manyheads.stack.residual import Residual, Sum
+
+SUM = Sum()
 
 
 class Block(GradientCheckpointingLayer):
     """x + attention(norm x), then + cross(norm x) over a context, then + ffn(norm x); cross and ffn may be missing.
 
-    With `gradient_checkpointing` set, a training pass keeps only x and computes the block again in backward.
+    (With another residual than the sum, "+" and what is read are its own.) With `gradient_checkpointing` set, a
+    training pass keeps only its input and computes the block again in backward.
     """
 
     def __init__(
@@ -27,6 +33,16 @@ class Block(GradientCheckpointingLayer):
         self.cross = cross
         self.ffn_norm = nn.RMSNorm(attention.dim, eps) if ffn is not None else None
         self.ffn = ffn
+        self.later: list[tuple[Attention, Attention | None]] = []  # attention and cross of later loops, no submodules
+
+    @property
+    def turns(self) -> list[tuple[Attention, Attention | None]]:
+        """Attention and cross of each loop; the first owns the weights."""
+        return [(self.attention, self.cross), *self.later]
+
+    @property
+    def sublayers(self) -> int:
+        return 1 + (self.cross is not None) + (self.ffn is not None)
 
     def forward(
         self,
@@ -38,16 +54,40 @@ class Block(GradientCheckpointingLayer):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         links: Links | None = None,
-    ) -> Tensor:
-        """x `[B, T, D]`; context_mask bool `[B or 1, 1, T, S]`; the rest as in `Attention`."""
+        residual: Residual = SUM,
+        stream: Any = None,
+        site: int = 0,
+        loop: int = 0,
+    ) -> tuple[Tensor, Any]:
+        """What the next layer reads `[B, T, D]`, and the residual's stream.
+
+        x `[B, T, D]`; context_mask bool `[B or 1, 1, T, S]`; stream: where x was read (default: x itself), the first
+        sublayer being at `site`; the rest as in `Attention`.
+        """
         links = Links() if links is None else links
+        stream = residual.start(x) if stream is None else stream
+        attention, cross = self.turns[loop]
         links.residual = x
-        x = x + self.attention(self.attention_norm(x), positions=positions, mask=mask, cache=cache, links=links)
+        y = attention(self.attention_norm(x), positions=positions, mask=mask, cache=cache, links=links)
         links.residual = None
-        if self.cross is not None and self.cross_norm is not None:
-            x = x + self.cross(
+        x, stream = residual.step(site, stream, y)
+        if cross is not None and self.cross_norm is not None:
+            y = cross(
                 self.cross_norm(x), positions=positions, mask=context_mask, cache=cache, context=context, links=links
             )
+            x, stream = residual.step(site + 1, stream, y)
         if self.ffn is not None and self.ffn_norm is not None:
-            x = x + self.ffn(self.ffn_norm(x))
-        return x
+            x, stream = residual.step(site + self.sublayers - 1, stream, self.ffn(self.ffn_norm(x)))
+        return x, stream
+
+    def train(self, mode: bool = True) -> Block:
+        for turn in self.later:
+            for attention in filter(None, turn):
+                attention.train(mode)
+        return super().train(mode)
+
+    def on_step(self, progress: float) -> None:
+        """Pass training progress in [0, 1] to every part with a schedule, in every loop."""
+        for turn in self.turns:
+            for attention in filter(None, turn):
+                attention.on_step(progress)

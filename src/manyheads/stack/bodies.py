@@ -20,6 +20,7 @@ from manyheads.stack.block import Block
 from manyheads.stack.config import ManyheadsConfig
 from manyheads.stack.decoder import Decoder
 from manyheads.stack.initialise import initialise, mark_started
+from manyheads.stack.residual import Residual, Route
 from manyheads.stack.seam import describe, share_links, swap_attention
 
 
@@ -37,9 +38,9 @@ def wrapped(config: ManyheadsConfig) -> PreTrainedModel:
         body, config.attention_path, config.specs, config.hidden_size, config.heads, config.kv_source,
         getattr(base, "attention_dropout", 0.0),
     )  # fmt: skip
-    for attention in made:
-        initialise(attention, config.num_hidden_layers, getattr(base, "initializer_range", 0.02))
-        mark_started(attention)
+    for module in (*made, body.bank):
+        initialise(module, config.num_hidden_layers, getattr(base, "initializer_range", 0.02))
+        mark_started(module)
     share_links(body)
     return body
 
@@ -58,12 +59,21 @@ class OwnBody(PreTrainedModel):
     def __init__(self, config: ManyheadsConfig) -> None:
         super().__init__(config)
         self.decoder = Decoder(
-            config.vocab_size, config.specs, config.hidden_size, config.heads, ffn=config.ffn,
-            hidden=config.intermediate_size, kv_source=config.kv_source, tied=config.tie_word_embeddings,
-            eps=config.rms_norm_eps, dropout=config.attention_dropout, std=config.initializer_range,
+            config.vocab_size, config.specs, config.hidden_size, config.heads, config.num_hidden_layers,
+            ffn=config.ffn, hidden=config.intermediate_size, kv_source=config.kv_source, residual=config.residual,
+            loops=config.loops, tied=config.tie_word_embeddings, eps=config.rms_norm_eps,
+            dropout=config.attention_dropout, std=config.initializer_range,
         )  # fmt: skip
         mark_started(self.decoder)
         self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (Residual, Route)):  # so that a plain checkpoint loads under another residual
+            module.reset_parameters()
+
+    def on_step(self, progress: float) -> None:
+        self.decoder.stack.on_step(progress)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embedding

@@ -7,8 +7,12 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from manyheads.core.spec import printed
 from manyheads.stack.ffn import find_ffn
-from manyheads.stack.sources import check_layers, per_layer
+from manyheads.stack.heads import HeadCounts, head_counts
+from manyheads.stack.loops import Turns
+from manyheads.stack.residual import read_residual
+from manyheads.stack.sources import per_layer
 
 OWN: dict[str, Any] = {
     "vocab_size": 32000,
@@ -17,6 +21,8 @@ OWN: dict[str, Any] = {
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "ffn": "swiglu",
+    "residual": "sum",
+    "loops": 1,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "attention_dropout": 0.0,
@@ -33,7 +39,9 @@ class ManyheadsConfig(PreTrainedConfig):
 
     Args:
         base: config of the family whose model surrounds the attention layers; None for our own decoder.
-        specs: a spec line for all layers, or one a layer. heads: query heads, likewise (default: the model's).
+        specs: a spec line for all layers, or one a layer (or, with `loops`, one for each layer of each loop).
+        heads: query heads, one count or one a layer (default: the model's), or a schedule such as `step(3, 6)`, which
+            is kept as a list.
         kv_source: for each layer, None, or the earlier layer whose cached rows it reads.
         attention_path: where the model keeps its attention modules.
         aux_weight: factor of the auxiliary losses' mean in the loss.
@@ -51,7 +59,7 @@ class ManyheadsConfig(PreTrainedConfig):
         self,
         base: dict[str, Any] | PreTrainedConfig | None = None,
         specs: str | Sequence[str] = "gqa",
-        heads: int | Sequence[int] | None = None,
+        heads: HeadCounts | None = None,
         kv_source: Sequence[int | None] | None = None,
         attention_path: str | None = None,
         notes: dict[str, Any] | None = None,
@@ -69,10 +77,16 @@ class ManyheadsConfig(PreTrainedConfig):
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 kwargs.setdefault(name, getattr(base, name, None))
         layers = self.num_hidden_layers
-        self.specs = [str(spec) for spec in per_layer(specs, layers, "specs")]
-        self.heads = per_layer(heads or self.num_attention_heads, layers, "head counts")
+        self.heads = head_counts(heads or self.num_attention_heads, self.hidden_size, layers)
         self.kv_source = per_layer(kv_source or None, layers, "sources")
-        check_layers(self.specs, self.hidden_size, self.heads, self.kv_source)
+        turns = Turns.of(specs, self.heads, self.kv_source, self.loops if base is None else 1)
+        turns.check(self.hidden_size, layers)
+        lines = [str(spec) for spec in turns.specs]
+        self.specs = lines[:layers] if lines == lines[:layers] * (len(lines) // layers) else lines
+        if base is None:
+            residual = read_residual(self.residual)
+            residual.check(self.hidden_size, layers * self.loops)
+            self.residual = printed(residual)
         self.attention_path = attention_path or (
             "decoder.stack.blocks.{}.attention" if base is None else "model.layers.{}.self_attn"
         )
@@ -80,6 +94,11 @@ class ManyheadsConfig(PreTrainedConfig):
         self.aux_weight = aux_weight
         kwargs.setdefault("tie_word_embeddings", True)
         super().__init__(**kwargs)
+
+    @property
+    def turns(self) -> Turns:
+        """Spec, heads and source of every layer, in the order they run."""
+        return Turns.of(self.specs, self.heads, self.kv_source, self.loops if self.base is None else 1)
 
     @staticmethod
     def _agree(base: PreTrainedConfig, given: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from manyheads.core.cache import Cache
 from manyheads.core.flow import Links
 from manyheads.core.linear import quicken
 from manyheads.core.spec import Spec
-from manyheads.stack.bodies import build_body
+from manyheads.stack.bodies import OwnBody, build_body
 from manyheads.stack.config import ManyheadsConfig
 from manyheads.stack.initialise import start_missing
 from manyheads.stack.seam import attention_layers, merging, share_links
@@ -80,8 +80,8 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
 
     def on_step(self, progress: float) -> None:
         """Pass training progress in [0, 1] to every part with a schedule."""
-        for layer in self.attentions:
-            layer.on_step(progress)
+        for each in [self.model] if isinstance(self.model, OwnBody) else self.attentions:
+            each.on_step(progress)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
@@ -144,6 +144,11 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"{slots}, which a {type(cache).__name__} cannot hold; use manyheads.Cache")
             if whole:
                 raise ValueError(f"{slots}: no 4-D mask fits")
+        if self.config.base is None and self.config.loops > 1 and not isinstance(cache, Cache | None):
+            raise ValueError(
+                f"{self.config.loops} loops of {self.config.num_hidden_layers} layers each keep rows of their own, for "
+                f"which a {type(cache).__name__} is not made; use manyheads.Cache"
+            )
         if (
             attention_mask is not None
             and not whole

@@ -14,8 +14,9 @@ from manyheads.attention import Attention
 from manyheads.core.cache import Cache
 from manyheads.core.flow import Links
 from manyheads.core.mask import Axis
-from manyheads.core.part import Site
 from manyheads.core.spec import Spec
+from manyheads.stack.bank import Bank
+from manyheads.stack.sources import sites
 
 
 class SeamAttention(Attention):
@@ -117,18 +118,22 @@ def swap_attention(
     model: nn.Module, path: str, specs: Sequence[str | Spec], dim: int, heads: Sequence[int],
     kv_source: Sequence[int | None], dropout: float = 0.0,
 ) -> list[SeamAttention]:  # fmt: skip
-    """Replace every attention module by one of ours with the layer's spec; weights are new. Returns the new modules."""
+    """Replace every attention module by one of ours with the layer's spec; weights are new. Returns the new modules.
+
+    What the layers share is owned by the model, as `model.bank`.
+    """
     olds = [old for _, _, old in attention_layers(model, path)]
     if not len(olds) == len(specs) == len(heads) == len(kv_source):
         raise ValueError(
             f"{len(olds)} layers, but {len(specs)} specs, {len(heads)} head counts and {len(kv_source)} sources"
         )
     made = []
-    for index, old in enumerate(olds):
+    model.bank = bank = Bank()
+    for index, (old, site) in enumerate(zip(olds, sites(kv_source, bank=bank), strict=True)):
         weight = next(old.parameters())
-        site = Site(index, len(olds), kv_source=kv_source[index])
         with torch.device(weight.device):
             new = SeamAttention(specs[index], dim, heads[index], site=site, dropout=dropout).to(weight.dtype)
         made.append(new.train(old.training))
+        bank.to(weight.dtype)
     put_attention(model, path, made)
     return made

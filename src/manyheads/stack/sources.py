@@ -10,6 +10,7 @@ import torch
 from manyheads.attention import Attention
 from manyheads.core.part import OptionError, Site
 from manyheads.core.spec import Spec
+from manyheads.stack.bank import Bank
 
 T = TypeVar("T")
 
@@ -23,9 +24,13 @@ def per_layer(value: T | Sequence[T], layers: int, what: str) -> list[T]:
     return list(value)
 
 
-def sites(layers: int, kv_source: Sequence[int | None], causal: bool = True) -> list[Site]:
+def sites(kv_source: Sequence[int | None], causal: bool = True, bank: Bank | None = None) -> list[Site]:
     """Where each layer of a stack sits."""
-    return [Site(layer, layers, causal=causal, kv_source=source) for layer, source in enumerate(kv_source)]
+    shared = None if bank is None else bank.share
+    return [
+        Site(layer, len(kv_source), causal=causal, kv_source=source, shared=shared)
+        for layer, source in enumerate(kv_source)
+    ]
 
 
 def check_layers(
@@ -33,7 +38,7 @@ def check_layers(
 ) -> None:
     """Raise a ValueError that names the layer whose spec does not fit, or the layers whose rows cannot be shared."""
     seen: set[tuple[str, int, int | None]] = set()
-    for site, line, count in zip(sites(len(specs), kv_source, causal), specs, heads, strict=True):
+    for site, line, count in zip(sites(kv_source, causal), specs, heads, strict=True):
         if (str(line), count, site.kv_source) in seen:
             continue
         try:

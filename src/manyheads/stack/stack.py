@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import cast
 
 import torch
@@ -17,10 +18,14 @@ from manyheads.core.flow import Links
 from manyheads.core.mask import Axis, Mask
 from manyheads.core.part import Site
 from manyheads.core.spec import Spec
+from manyheads.stack.bank import Bank
 from manyheads.stack.block import Block
 from manyheads.stack.ffn import make_ffn
+from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.initialise import initialise
-from manyheads.stack.sources import check_layers, per_layer, sites
+from manyheads.stack.loops import Turns, turn
+from manyheads.stack.residual import MHAR, Plain, read_residual
+from manyheads.stack.sources import per_layer, sites
 
 
 class Stack(nn.Module):
@@ -30,7 +35,7 @@ class Stack(nn.Module):
     >>> y = stack(torch.randn(1, 5, 64))
 
     Args:
-        specs: one line for all layers, or one a layer. heads: likewise.
+        specs: one line for all layers, or one a layer. heads: likewise, or a schedule such as `step(3, 6)`.
         layers: how many (default: as many as there are specs).
         ffn: `swiglu`, `gelu` or `none`; hidden: its width.
         causal: False for an encoder.
@@ -38,38 +43,52 @@ class Stack(nn.Module):
             context_dim: the context's width (default dim).
         kv_source: for each layer None, or the earlier layer whose cached rows it reads; such a layer has no weights
             for rows and adds nothing to the cache.
+        residual: what sublayers read: `sum`, or a mixture of earlier outputs, such as `mhar(heads=8)` (see `MHAR`).
+        loops: how many times the blocks run, one after the other, with the same weights; each time they cache rows of
+            their own. specs may then also be one for each layer of each loop, if the weights agree.
         eps: of the norms. dropout: probability of dropping an attention weight in training. std: of the first weights
             (see `initialise`).
         checkpoint: compute the blocks again in backward instead of keeping their activations.
     """
 
     def __init__(
-        self, specs: str | Spec | Sequence[str | Spec], dim: int, heads: int | Sequence[int],
+        self, specs: str | Spec | Sequence[str | Spec], dim: int, heads: HeadCounts,
         layers: int | None = None, *, ffn: str = "swiglu", hidden: int | None = None, causal: bool = True,
         cross: bool | str = False, context_dim: int | None = None, kv_source: Sequence[int | None] | None = None,
-        eps: float = 1e-6, dropout: float = 0.0, std: float = 0.02, checkpoint: bool = False,
+        residual: str | Plain | MHAR = "sum", loops: int = 1, eps: float = 1e-6, dropout: float = 0.0,
+        std: float = 0.02, checkpoint: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if layers is None:
             layers = 1 if isinstance(specs, (str, Spec)) else len(specs)
         if layers < 1:
             raise ValueError(f"a stack of {layers} layers; the smallest has 1")
-        lines, counts = per_layer(specs, layers, "specs"), per_layer(heads, layers, "head counts")
         self.kv_source = per_layer(kv_source, layers, "sources")
-        check_layers(lines, dim, counts, self.kv_source, causal)
-        self.dim, self.causal = dim, causal
+        turns = Turns.of(specs, head_counts(heads, dim, layers), self.kv_source, loops)
+        turns.check(dim, layers, causal)
+        self.dim, self.causal, self.loops = dim, causal, loops
+        self.bank = Bank()
         self.blocks = nn.ModuleList()
-        for site, line, count in zip(sites(layers, self.kv_source, causal), lines, counts, strict=True):
-            attention = Attention(line, dim, count, site=site, dropout=dropout)
-            other = None
-            if cross:
-                place = Site(layers + site.layer, layers, causal=False, cross=True, context_dim=context_dim)
-                other = Attention("gqa" if cross is True else cross, dim, count, site=place, dropout=dropout)
-            self.blocks.append(Block(attention, make_ffn(ffn, dim, hidden), cross=other, eps=eps))
+        places = zip(turns.specs, turns.heads, sites(turns.kv_source, causal, self.bank), strict=True)
+        for line, count, site in places:
+            beside = Site(
+                site.layers + site.layer, site.layers, causal=False, cross=True, context_dim=context_dim,
+                shared=site.shared,
+            )  # fmt: skip
+            if site.layer < layers:
+                attention, other = Attention(line, dim, count, site=site, dropout=dropout), None
+                if cross:
+                    other = Attention("gqa" if cross is True else cross, dim, count, site=beside, dropout=dropout)
+                self.blocks.append(Block(attention, make_ffn(ffn, dim, hidden), cross=other, eps=eps))
+            else:
+                block = cast(Block, self.blocks[site.layer % layers])
+                other = None if block.cross is None else turn(block.cross, block.cross.spec, beside)
+                block.later.append((turn(block.attention, line, site), other))
         self.cross = bool(cross)
-        self._read = {source for source in self.kv_source if source is not None}
+        self._read = {source for source in turns.kv_source if source is not None}
+        self.residual = read_residual(residual).build(dim, self.sublayers)
         self.checkpoint(checkpoint)
-        initialise(self, layers, std)
+        initialise(self, layers * loops, std)
 
     def checkpoint(self, wanted: bool = True) -> None:
         """Whether training passes compute the blocks again in backward."""
@@ -78,15 +97,27 @@ class Stack(nn.Module):
             block._gradient_checkpointing_func = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)  # type: ignore[assignment]
 
     @property
+    def running(self) -> Iterator[tuple[int, Block]]:
+        """Loop and block, in the order they run."""
+        return product(range(self.loops), cast(Sequence[Block], self.blocks))
+
+    @property
     def attentions(self) -> list[Attention]:
-        return [block.attention for block in cast(Sequence[Block], self.blocks)]
+        """The (self-)attention layers in the order they run; those of later loops have the weights of the first."""
+        return [block.turns[loop][0] for loop, block in self.running]
+
+    @property
+    def sublayers(self) -> list[int]:
+        """How many sublayers each layer has, in the order they run."""
+        return [block.sublayers for _, block in self.running]
 
     @property
     def cost(self) -> Cost:
         """Parameters, cache and FLOPs of the layers' (self-)attention."""
         total = Cost()
         for layer in self.attentions:
-            total = total + layer.spec.cost(self.dim, layer.heads, layer.site)
+            cost = layer.spec.cost(self.dim, layer.heads, layer.site)
+            total = total + (cost if layer.site.layer < len(self.blocks) else cost._replace(parameters=0, shared=()))
         return total
 
     def forward(
@@ -111,16 +142,20 @@ class Stack(nn.Module):
         axis = positions if isinstance(positions, Axis) else self.attentions[0].axis_of(x, positions, mask, cache)
         if context_mask is not None:
             context_mask = context_mask[:, None, None].expand(-1, -1, x.shape[1], -1)
-        for layer, block in enumerate(self.blocks):
-            x = block(
-                x, positions=axis, mask=mask, cache=cache, context=context, context_mask=context_mask, links=links
-            )
+        stream, site = self.residual.start(x), 0
+        x = self.residual.read(site, stream)
+        for layer, (loop, block) in enumerate(self.running):
+            x, stream = block(
+                x, positions=axis, mask=mask, cache=cache, context=context, context_mask=context_mask, links=links,
+                residual=self.residual, stream=stream, site=site, loop=loop,
+            )  # fmt: skip
+            site += block.sublayers
             if layer not in self._read:
                 links.rows.pop(layer, None)  # nobody reads them: free before the next layer
-            links.rows.pop(len(self.blocks) + layer, None)
+            links.rows.pop(self.loops * len(self.blocks) + layer, None)
         return x
 
     def on_step(self, progress: float) -> None:
         """Pass training progress in [0, 1] to every part with a schedule."""
-        for layer in self.attentions:
-            layer.on_step(progress)
+        for block in cast(Sequence[Block], self.blocks):
+            block.on_step(progress)

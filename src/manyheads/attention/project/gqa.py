@@ -22,7 +22,9 @@ class GQA(Part):
 
     Options: kv_heads (default: all heads). head_dim d: default D/H, free of it (Bhojanapalli et al. 2020, arXiv
     2002.07028, keep it fixed while H grows: scores of n tokens have rank d at most, and any attention pattern needs
-    d ≥ n - 1). v_dim: width of the values (default d). bias: which projections have one. scale (default d^-1/2).
+    d ≥ n - 1). v_dim: width of the values (default d). bias: which projections have one. scale (default d^-1/2). group:
+    how many query heads share a key head, in place of kv_heads: one line for layers of different head counts, which
+    then cache equally much (G d = D/group).
 
     Source: Ainslie et al. 2023, arXiv 2305.13245.
     """
@@ -37,6 +39,7 @@ class GQA(Part):
     bias: Biases = "none"
     scale: float | None = None
     v_dim: int | None = None
+    group: int | None = None
 
     @property
     def gives(self) -> frozenset[str]:
@@ -50,13 +53,23 @@ class GQA(Part):
             )
         width = heads.dim // heads.q if self.head_dim is None else self.head_dim
         v = width if self.v_dim is None else self.v_dim
-        kv = heads.q if self.kv_heads is None else self.kv_heads
+        kv = self._key_heads(heads.q)
         if kv < 1:
             raise OptionError(f"gqa: kv_heads={kv}; at least 1")
         if width < 1 or v < 1:
             raise OptionError(f"gqa: head_dim={width}, v_dim={v}; at least 1")
         scale = width**-0.5 if self.scale is None else self.scale
         return Heads(heads.dim, heads.q, kv, width, v, heads.q, v, scale, slice(0, width))
+
+    def _key_heads(self, heads: int) -> int:
+        if self.group is None:
+            return heads if self.kv_heads is None else self.kv_heads
+        if self.kv_heads is not None:
+            raise OptionError(f"gqa: kv_heads={self.kv_heads} and group={self.group} say the same thing; give one")
+        if self.group < 1 or heads % self.group:
+            fits = [group for group in range(1, heads + 1) if heads % group == 0]
+            raise OptionError(f"gqa: heads={heads} do not make groups of {self.group}; group may be {fits}")
+        return heads // self.group
 
     def build(self, before: Heads, after: Heads, site: Site) -> GQAProject:
         return GQAProject(after, site, self.bias)
