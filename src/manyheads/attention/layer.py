@@ -63,17 +63,24 @@ class Attention(nn.Module):
             pieces[part.stage].append(piece)
             self.layout = after
         self.project = cast(Project, pieces["project"][0])
-        self.scan = cast(Scan, pieces["scan"][0]) if pieces["scan"] else None
-        self.tokens, self.transforms, self.positions, self.selects, self.attends, self.gates = (
-            nn.ModuleList(pieces[stage]) for stage in ("tokens", "transform", "position", "select", "attend", "gate")
+        self.tokens, self.transforms, self.positions, self.selects, self.scans, self.attends, self.gates = (
+            nn.ModuleList(pieces[stage])
+            for stage in ("tokens", "transform", "position", "select", "scan", "attend", "gate")
         )
         keep = None if self.project.remembers else self.layout.keep
         self.entries = {
-            name: entry._replace(keep=keep if entry.stride == 1 else None)
+            name: entry._replace(keep=None)
+            if keep is None or entry.stride > 1
+            else entry._replace(keep=keep, first=self.layout.first)
             for piece in self._pieces()
             for name, entry in piece.entries.items()
         }
         self._place()
+
+    @property
+    def scan(self) -> Scan | None:
+        """What reads a state in place of keys, if anything does: a part of that stage, or the projection itself."""
+        return next((piece for piece in (self.project, *self.scans) if isinstance(piece, Scan)), None)
 
     def _place(self) -> None:
         """Decide which transforms run before the cache, and on which side of it rotation happens."""
@@ -98,6 +105,7 @@ class Attention(nn.Module):
         self.asking = [piece for piece in self._pieces() if type(piece).ask is not Piece.ask]
         self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
         self.splitting = [piece for piece in self._pieces() if type(piece).split is not Piece.split]
+        self.in_order = any(piece.in_order for piece in self._pieces())
 
     def forward(
         self,
@@ -169,7 +177,7 @@ class Attention(nn.Module):
             )
         if isinstance(mask, Tensor):
             self._check_mask(mask, x)
-        if self.scan is not None and (
+        if self.in_order and (
             mask.rules != (causal,) if isinstance(mask, Mask) else mask is not None and mask.ndim == 4
         ):
             raise ValueError(
@@ -333,8 +341,9 @@ class Attention(nn.Module):
 
     def _heads(self, call: Call, flow: Flow) -> Tensor:
         """What heads read, `[B, H, T, V]`: of keys, or of the state that stands in their place."""
-        if self.scan is not None:
-            return self.scan.scan(call.q * call.scale, call.k, call.v, flow)
+        scan = self.scan
+        if scan is not None:
+            return scan.scan(call.q * call.scale, call.k, call.v, flow)
         return self._attend(call, self.splitting, flow).o
 
     def _attend(self, call: Call, pieces: list[Piece], flow: Flow, need_lse: bool = False) -> Out:
@@ -351,8 +360,7 @@ class Attention(nn.Module):
         """The modules of the parts, as `spec.by_stage` has their options."""
         named = {
             "tokens": self.tokens, "project": [self.project], "transform": self.transforms, "position": self.positions,
-            "select": self.selects, "scan": [] if self.scan is None else [self.scan], "attend": self.attends,
-            "gate": self.gates,
+            "select": self.selects, "scan": self.scans, "attend": self.attends, "gate": self.gates,
         }  # fmt: skip
         return {stage: cast(list[Piece], [*pieces]) for stage, pieces in named.items()}
 
@@ -378,8 +386,9 @@ class Attention(nn.Module):
 
     def explain(self, queries: int) -> Plan:
         """Which kernel a pass of `queries` new tokens runs on, and why."""
-        if self.scan is not None:
-            return self.scan.plan(queries)
+        scan = self.scan
+        if scan is not None:
+            return scan.plan(queries)
         queries += sum(piece.extra for piece in cast(Sequence[Tokens], self.tokens))
         heads, view = self.layout, self.view(queries)
         groups = self.project.key_heads.get(view, 1 if view == "absorbed" else heads.kv)

@@ -204,3 +204,109 @@ class MTAGated:
 
     def parts(self) -> tuple[Part, ...]:
         return (find("mta")(**asdict(self)), *Spec.parse("head_norm + head_gate").parts)
+
+
+@register_preset
+@dataclass(frozen=True)
+class Mamba2:
+    """A Mamba-2 block: `multi_value`, a `conv` of its rows with SiLU, `ssd`, and the gated norm.
+
+    Options: state N, groups and expand as in `multi_value` (the authors' heads are 64 wide: expand·D/64 of them). taps
+    of the convolution.
+
+    Source: arXiv 2405.21060.
+    """
+
+    name: ClassVar[str] = "mamba2"
+    paper: ClassVar[str] = "arXiv 2405.21060"
+
+    state: int = 128
+    groups: int = 1
+    expand: int = 2
+    taps: int = 4
+
+    def parts(self) -> tuple[Part, ...]:
+        return Spec.parse(
+            f"multi_value(groups={self.groups}, key_dim={self.state}, expand={self.expand}, scale=1.0) + "
+            f"conv(taps={self.taps}, per_head=true, activation=silu) + ssd + "
+            f"output_gate(activation=silu) + output_norm(groups={self.groups})"
+        ).parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class Mamba:
+    """A Mamba block: `selective_ssm` and its gate, silu(x W_z) on every channel.
+
+    Options: those of `selective_ssm`.
+
+    Source: arXiv 2312.00752.
+    """
+
+    name: ClassVar[str] = "mamba"
+    paper: ClassVar[str] = "arXiv 2312.00752"
+
+    state: int = 16
+    expand: int = 2
+    taps: int = 4
+    dt_rank: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        return (find("selective_ssm")(**asdict(self)), *Spec.parse("output_gate(activation=silu)").parts)
+
+
+@register_preset
+@dataclass(frozen=True)
+class MossNet:
+    """MossNet's block: Mamba's with a mixture of `experts`, of which `top` serve a token.
+
+    Options: those of `selective_ssm`; one expert is Mamba. The paper also mixes the feed-forwards, which are no part of
+    a layer here.
+
+    Source: arXiv 2510.26182.
+    """
+
+    name: ClassVar[str] = "mossnet"
+    paper: ClassVar[str] = "arXiv 2510.26182"
+
+    experts: int = 8
+    top: int = 2
+    kind: Literal["mixed", "apart"] = "mixed"
+    state: int = 16
+    expand: int = 2
+    taps: int = 4
+    dt_rank: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        return (find("selective_ssm")(**asdict(self)), *Spec.parse("output_gate(activation=silu)").parts)
+
+
+@register_preset
+@dataclass(frozen=True)
+class Hymba:
+    """A hybrid-head layer: `gqa`, in a `window` in all layers but a few, and `ssm_heads` under the same output.
+
+    Options: kv_heads, head_dim, v_dim: see `gqa` (the authors' values are 2·D/H wide). window W: a query sees the W
+    tokens before it, and the first `meta` ones at any distance; none in a global layer. state, taps, dt_rank: see
+    `ssm_heads`. The stack's `meta` and `kv_source` are the paper's meta tokens and its sharing of keys and values.
+
+    Source: arXiv 2411.13676.
+    """
+
+    name: ClassVar[str] = "hymba"
+    paper: ClassVar[str] = "arXiv 2411.13676"
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    v_dim: int | None = None
+    window: int | None = None
+    meta: int = 0
+    state: int = 16
+    taps: int = 4
+    dt_rank: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        heads = find("gqa")(kv_heads=self.kv_heads, head_dim=self.head_dim, v_dim=self.v_dim)  # type: ignore[call-arg]
+        near = () if self.window is None else (find("window")(size=self.window + 1, first=self.meta),)  # type: ignore[call-arg]
+        ssm = find("ssm_heads")(state=self.state, taps=self.taps, dt_rank=self.dt_rank)  # type: ignore[call-arg]
+        return (heads, *near, ssm)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manyheads.core.mask import Axis, cols_of, rows_of
+from manyheads.core.mask import Axis, Rule, cols_of, rows_of
 from manyheads.core.part import Heads, Site
 
 
@@ -22,9 +22,28 @@ class Near:
         return (rows_of(q.time) - cols_of(k.time)).abs() < sizes
 
 
-def keep_newest(heads: Heads, site: Site, window: int) -> Heads:
-    """The layout when nobody looks back over more than `window` tokens, the query's own included."""
-    keep = max(window - 1, 1)
-    if not site.causal or site.cross or (heads.keep is not None and heads.keep < keep):
+@dataclass(frozen=True)
+class First:
+    """The rule of a document's first `count` tokens, which are seen beside those that another rule lets see."""
+
+    count: int
+    beside: Rule
+
+    def __call__(self, q: Axis, k: Axis) -> Tensor:
+        return self.beside(q, k) | cols_of(k.position < self.count)
+
+
+def keep_newest(heads: Heads, site: Site, window: int, first: int = 0) -> Heads:
+    """The layout when nobody looks back over more than `window` tokens, its own included, but at the `first` ones."""
+    newest = max(window - 1, 1)
+    if not site.causal or site.cross:
         return heads
-    return heads._replace(keep=keep)
+    if heads.keep is not None:
+        other, others = heads.keep - heads.first, heads.first
+        if first and others:
+            newest, first = max(newest, other), min(first, others)
+        elif first or others:  # what one of the two windows does not see
+            newest, first = (other if first else newest), 0
+        else:
+            newest = min(newest, other)
+    return heads._replace(keep=newest + first, first=first)

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
     role: which transforms touch it when written ("k", "v", or None for rows that are neither yet). stride: tokens that
     share one slot, the last of them being what the slot holds. keep: how many of the newest rows later queries can
-    still see (None: all; 0: none, and the row is not stored).
+    still see (None: all; 0: none, and the row is not stored); `first` of these are the first rows instead.
     """
 
     heads: int
@@ -33,6 +33,7 @@ class Entry(NamedTuple):
     stride: int = 1
     keep: int | None = None
     dtype: torch.dtype | None = None
+    first: int = 0
 
 
 class State(NamedTuple):
@@ -54,7 +55,8 @@ SLACK = 64
 class Growing:
     """A tensor that grows along its token dimension (2) in place, so that a decode step copies one row.
 
-    With `keep`, rows nobody can see any more are dropped, and their storage is used again.
+    With `keep`, rows nobody can see any more are dropped, and their storage is used again. The first rows of all can be
+    `pinned`: they stay, and what is lost is lost behind them.
     """
 
     def __init__(self, keep: int | None = None) -> None:
@@ -62,16 +64,29 @@ class Growing:
         self.first = self.end = 0  # the rows that can be seen; older ones from row 0 on are still there
         self.lost = 0  # rows that are not
         self.keep = keep
+        self.pinned = 0
 
     def rows(self) -> Tensor:
+        """What can be seen. Behind pinned rows there may be some that no query sees: a mask says which."""
         assert self.buffer is not None
-        return self.buffer[:, :, self.first : self.end]
+        return self.buffer[:, :, 0 if self.pinned else self.first : self.end]
 
-    def append(self, new: Tensor) -> Tensor:
-        """Add rows; returns every row that the new queries may see."""
+    def kept(self) -> list[Tensor]:
+        """What can be seen, without the rest."""
+        assert self.buffer is not None
+        newest = self.buffer[:, :, max(self.pinned, self.first) : self.end]
+        return [self.buffer[:, :, : self.pinned], newest] if self.pinned else [newest]
+
+    def append(self, new: Tensor, pinned: int = 0) -> Tensor:
+        """Add rows; returns every row that the new queries may see. pinned: how many of all rows stay."""
+        if pinned > self.pinned and self.lost:
+            self.keep = None  # they are not the first ones of what is here: nothing more is dropped
+        elif pinned > self.pinned:
+            self.pinned = pinned
         if new.requires_grad or (self.buffer is not None and self.buffer.requires_grad):
+            start = 0 if self.pinned else self.first
             self.buffer = new if self.buffer is None else torch.cat([self.rows(), new], 2)
-            self.lost, self.first, self.end = self.lost + self.first, 0, self.buffer.shape[2]
+            self.lost, self.first, self.end = self.lost + start, self.first - start, self.buffer.shape[2]
         else:
             self._reserve(new)
             assert self.buffer is not None
@@ -85,26 +100,32 @@ class Growing:
     def _reserve(self, new: Tensor) -> None:
         if self.buffer is not None and self.end + new.shape[2] <= self.buffer.shape[2]:
             return
-        oldest = max(0, self.first - SLACK)
-        need = self.end - oldest + new.shape[2]
+        pinned = min(self.pinned, self.end)
+        oldest = max(pinned, self.first - SLACK)
+        need = self.end - (oldest - pinned) + new.shape[2]
         spare = max(64, need // 8) if self.keep is None else max(64, self.keep // 2)
         fresh = new.new_empty(*new.shape[:2], need + spare, new.shape[3])
+        lost = oldest - pinned
         if self.buffer is not None:
-            fresh[:, :, : self.end - oldest] = self.buffer[:, :, oldest : self.end]
+            fresh[:, :, :pinned] = self.buffer[:, :, :pinned]
+            fresh[:, :, pinned : self.end - lost] = self.buffer[:, :, oldest : self.end]
         self.buffer = fresh
-        self.lost, self.first, self.end = self.lost + oldest, self.first - oldest, self.end - oldest
+        self.lost, self.first, self.end = self.lost + lost, self.first - lost, self.end - lost
 
     def before(self, tokens: int) -> tuple[int, int] | None:
         """Where the rows that can be seen begin and end without the newest `tokens`; None if some are lost."""
         end = self.end - tokens
-        first = 0 if self.keep is None else max(end - self.keep, -self.lost)
-        return (first, end) if 0 <= first <= end else None
+        first = 0 if self.keep is None else end - self.keep
+        oldest = self.pinned if self.lost else 0
+        first = first if self.lost else max(first, 0)
+        return (first, end) if oldest <= first <= end else None
 
     def drop(self, tokens: int) -> None:
         """Forget the newest rows."""
         place = self.before(tokens)
         assert place is not None
         self.first, self.end = place
+        self.pinned = min(self.pinned, self.end)
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch dimension."""
@@ -206,9 +227,10 @@ class SiteStore(CacheLayerMixin):
                 seen = self.slots.setdefault(name, Slots(entry.stride)).write(new, axis)
                 tensors[name], keys = seen[""], seen.axis
             else:
-                tensors[name] = self.growing.setdefault(name, Growing(entry.keep)).append(new)
-                kept = tensors[name].shape[2]
-                keys = log if kept == log.length else log[log.length - kept :]
+                newest = None if entry.keep is None else entry.keep - entry.first
+                growing = self.growing.setdefault(name, Growing(newest))
+                tensors[name] = growing.append(new, _reach(log, entry.first))
+                keys = _seen(log, growing.pinned, log.length - tensors[name].shape[2])
         self.length += axis.length
         self.is_initialized = True
         return Rows(tensors, keys, log)
@@ -239,7 +261,7 @@ class SiteStore(CacheLayerMixin):
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything stored, without spare capacity."""
-        yield from (growing.rows() for growing in self.growing.values())
+        yield from (rows for growing in self.growing.values() for rows in growing.kept())
         yield from (slots["rows"] for slots in self.slots.values())
         yield from self.state.values()
 
@@ -307,6 +329,31 @@ class SiteStore(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.change(lambda t: t[indices])
+
+
+def _reach(log: Axis, first: int) -> int:
+    """How many rows there are up to the last token whose position is below `first`; padding may come before it."""
+    if not first:
+        return 0
+    if log.given_position is None and log.start is not None:
+        return min(max(first - log.start, 0), log.length)
+    early = log.validity & (log.position < first)
+    index = torch.arange(1, log.length + 1, device=log.device)
+    return log.once(("reach", first), lambda: int((early * index).max()))
+
+
+def _seen(log: Axis, pinned: int, lost: int) -> Axis:
+    """The axis of rows `lost` of which are missing behind the pinned ones."""
+    if not lost:
+        return log
+    if not pinned:
+        return log[lost:]
+
+    def cut() -> Axis:
+        rows = torch.arange(log.length, device=log.device)
+        return log.take(torch.cat([rows[:pinned], rows[pinned + lost :]])[None])
+
+    return log.once(("seen", pinned, lost), cut)
 
 
 class Cache(transformers.Cache):

@@ -46,10 +46,13 @@ FACTS = {
     "bare scores": "every earlier token counts, by the product of query and key with nothing added",
     "final rows": "a token's rows are written once, from the token and what states keep",
     "own rows": "the layer writes the rows that it reads",
+    "adjacent keys": "key rows next to each other are of tokens next to each other",
 }
 """What a part may need, give, break or keep. Combinations are judged from these alone."""
 
-STAGE_NEEDS: Mapping[Stage, frozenset[str]] = {"attend": frozenset({"scores"})}
+STAGE_NEEDS: Mapping[Stage, frozenset[str]] = dict.fromkeys(
+    ("transform", "position", "select", "attend"), frozenset({"scores"})
+)
 STAGE_BREAKS: Mapping[Stage, frozenset[str]] = {"select": frozenset({"bare scores"})}
 """What every part of a stage needs and breaks."""
 
@@ -64,10 +67,11 @@ class Heads(NamedTuple):
     q, kv: score heads and key heads, query head h reads key head h // (q/kv). qk_width, v_width: channels of a key
     and a value. out, out_width: head outputs before the output projection. rotary: the channels of q and k that
     rotate. content: the channels that transforms may touch. keep: how many of the newest keys are ever seen (None:
-    all; 0: a key is read in its own pass only). grouped: False where a part pairs query heads with key heads itself, so
-    that kv need not divide q. read: a transform before this point acts when rows are read, so those from here on do
-    too, whoever wrote the rows. keys: how many keys a key head has for each value; they lie in one entry of keys · kv
-    heads, all the first ones first.
+    all; 0: a key is read in its own pass only); `first` of these are a sequence's first keys instead. grouped: False
+    where a part pairs query heads with key heads itself, so that kv need not divide q. read: a transform before this
+    point acts when rows are read, so those from here on do too, whoever wrote the rows. keys: how many keys a key head
+    has for each value; they lie in one entry of keys · kv heads, all the first ones first. values: how many value heads
+    lie side by side in the values of a key head.
     """
 
     dim: int
@@ -84,6 +88,8 @@ class Heads(NamedTuple):
     grouped: bool = True
     read: bool = False
     keys: int = 1
+    values: int = 1
+    first: int = 0
 
     @classmethod
     def start(cls, dim: int, heads: int) -> Heads:
@@ -132,7 +138,7 @@ class Site(NamedTuple):
         return frozenset(
             {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady"}
             | {"one rotation", "own tokens", "paired heads", "plain scores", "still values", "token queries"}
-            | {"scores", "bare scores", "final rows"}
+            | {"scores", "bare scores", "final rows", "adjacent keys"}
             | ({"own rows"} if self.kv_source is None else set())
             | ({"causal"} if self.causal else set())
             | ({"bidirectional"} if self.cross or not self.causal else set())
@@ -248,13 +254,14 @@ class Piece(nn.Module):
 
     at: see `Part.at`. states, entries: the tensors that it keeps in the cache for a sequence and for a token. places:
     it gives keys positions of its own; rows are then cached, and reach `split`, before rotation, and it rotates them by
-    `flow.turn`.
+    `flow.turn`. in_order: it reads the tokens one after the other, which no mask over pairs of them describes.
     """
 
     at: Literal["write", "read", "either"] = "write"
     states: Mapping[str, State] = {}
     entries: Mapping[str, Entry] = {}
     places = False
+    in_order = False
     joins_by_lse = True
 
     def write(self, flow: Flow) -> dict[str, Tensor]:
@@ -472,7 +479,16 @@ class BoundProgram(NamedTuple):
 
 
 class Scan(Piece):
-    """Heads with a state in place of keys: what a query reads is a function of the state that earlier tokens left."""
+    """Heads with a state in place of keys: what a query reads is a function of the state that earlier tokens left.
+
+    A projection may be one too, where a layer has no queries and keys that other parts could meet.
+
+    work, chunk: how it goes through a long pass, for `plan`.
+    """
+
+    in_order = True
+    work: Literal["products", "steps"] = "products"
+    chunk: int = CHUNK
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, flow: Flow) -> Tensor:
         """Head outputs `[B, H, T, V]` of q `[B, H, T, K]`, scaled, over k `[B, G, T, K]` and v `[B, G, T, V]`.
@@ -484,7 +500,7 @@ class Scan(Piece):
 
     def plan(self, queries: int) -> Plan:
         """How a pass of so many tokens runs."""
-        how = "one step" if queries == 1 else f"products inside chunks of {min(queries, CHUNK)} tokens"
+        how = "one step" if queries == 1 else f"{self.work} inside chunks of {min(queries, self.chunk)} tokens"
         return Plan("scan", f"a state in place of keys; {how}", (("sdpa", "there are no scores"),))
 
 

@@ -100,7 +100,8 @@ def decayed_sum(
 
     Args:
         q: `[B, H, T, K]`; k: `[B, G, T, K]`; v: `[B, G, T, V]`.
-        decay: `[B or 1, G, T]`, not positive; None: nothing decays.
+        decay: `[B or 1, G·M, T]`, not positive; None: nothing decays. With M > 1 the columns of v and of S are M value
+            heads side by side, each of which fades at its own rate.
 
     Returns:
         o `[B, H, T, V]` in the dtype of v, and the state `[B, G, K, V]`, in float32 at least.
@@ -108,26 +109,31 @@ def decayed_sum(
     wide, dtype, (groups, t) = torch.promote_types(v.dtype, torch.float32), v.dtype, k.shape[1:3]
     q, k, v = q.to(wide), stream.tokens(k.to(wide)), stream.tokens(v.to(wide))
     fades = k.new_zeros(1, groups, t) if decay is None else stream.tokens(decay.to(wide))
-    state = start(k, v, stream)
+    state, values = start(k, v, stream), fades.shape[1] // groups
+    columns = v.shape[-1] // values
+
+    def each_column(x: Tensor) -> Tensor:
+        """`[B, G·M, n, C]` to `[B, G, n, C, V]`, or `1` in place of V where all columns are alike."""
+        x = x.unflatten(1, (groups, values)).movedim(2, -1)
+        return x if values == 1 else x.repeat_interleave(columns, -1)
+
     if t == 1 and stream.document is None:
-        state = state * fades.exp()[..., None] + k.transpose(-1, -2) * v
+        state = state * each_column(fades[..., None])[:, :, 0].exp() + k.transpose(-1, -2) * v
         return (q.reshape(len(q), groups, -1, q.shape[3]) @ state).reshape(*q.shape[:3], -1).to(dtype), state
     chunk = min(chunk, t)
     q, k, v, fades = (in_chunks(each, chunk) for each in (q, k, v, fades))
     q = q.unflatten(1, (groups, -1))
     since = fades.cumsum(-1)  # log of what is left at a row of what stood before its chunk
     within = (since[..., :, None] - since[..., None, :]).masked_fill(future(chunk, q.device), -torch.inf).exp()
-    across, sinks, keeps = (
-        since.exp()[..., None],
-        (since[..., -1:] - since).exp()[..., None],
-        since[..., -1:, None].exp(),
-    )
+    across, sinks = each_column(since.exp()), each_column((since[..., -1:] - since).exp())
+    keeps = across[..., -1:, :]
     if stream.document is not None:
         cut = Chunked.of(stream.document, chunk)
         within, across, sinks, keeps = within * cut.same, across * cut.reads, sinks * cut.stays, keeps * cut.carries
-    o = (q @ k.transpose(-1, -2)[:, :, None] * within[:, :, None]) @ v[:, :, None]
-    before, state = passed_on(state, keeps, (k * sinks).transpose(-1, -2) @ v)
-    o = o + (q * across[:, :, None]) @ before[:, :, None]
+    within, heads = within.unflatten(1, (groups, values)), v.unflatten(-1, (values, columns)).movedim(-2, 2)
+    o = ((q @ k.transpose(-1, -2)[:, :, None])[:, :, :, None] * within[:, :, None]) @ heads[:, :, None]
+    before, state = passed_on(state, keeps, k.transpose(-1, -2) @ (v * sinks))
+    o = o.movedim(3, -2).flatten(-2) + (q @ before[:, :, None]) * across[:, :, None]
     return o.flatten(1, 2).flatten(2, 3)[:, :, :t].to(dtype), state
 
 

@@ -62,7 +62,8 @@ class Spec:
         stages = {part.stage for part in parts}
         if "project" not in stages:
             parts.append(find("gqa")())
-        if not stages & {"position", "scan"} and site.causal and not site.cross:
+        scores = all("scores" not in part.breaks for part in parts)
+        if "position" not in stages and scores and site.causal and not site.cross:
             parts.append(find("rope")())
         spec = Spec(tuple(sorted(parts, key=lambda part: STAGES.index(part.stage))))
         spec.check(site)

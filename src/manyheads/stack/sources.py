@@ -66,15 +66,23 @@ def _why_not(
             Attention(specs[layer], dim, heads[layer], site=Site(layer, len(specs), causal=causal))
             for layer in (reader, owner)
         )
-    wanted, given = ({n: e._replace(keep=None) for n, e in layer.entries.items()} for layer in (ours, theirs))
+    wanted, given = ({n: e._replace(keep=None, first=0) for n, e in layer.entries.items()} for layer in (ours, theirs))
     if wanted != given:
         return f"it reads {_rows(ours)}, layer {owner} writes {_rows(theirs)}"
     if _positions(ours) != _positions(theirs):
         return f"positions enter its scores by {_positions(ours)}, those of layer {owner} by {_positions(theirs)}"
-    near, far = theirs.layout.keep, ours.layout.keep
+    near, far = _newest(theirs), _newest(ours)
     if near is not None and (far is None or far > near):
         return f"layer {owner} keeps its newest {near} rows, layer {reader} looks at {far or 'all'}"
+    first, wanted = theirs.layout.first, ours.layout.first
+    if near is not None and wanted > first:
+        return f"layer {owner} keeps its first {first} rows, layer {reader} looks at {wanted}"
     return None
+
+
+def _newest(layer: Attention) -> int | None:
+    keep = layer.layout.keep
+    return None if keep is None else keep - layer.layout.first
 
 
 def _rows(layer: Attention) -> str:

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from manyheads.attention import Attention
+from manyheads.core.cache import Cache
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Links
 from manyheads.core.mask import Axis, Mask
@@ -24,6 +25,7 @@ from manyheads.stack.ffn import make_ffn
 from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.initialise import initialise
 from manyheads.stack.loops import Turns, turn
+from manyheads.stack.meta import MetaTokens
 from manyheads.stack.residual import MHAR, Plain, read_residual
 from manyheads.stack.sources import per_layer, sites
 
@@ -49,13 +51,14 @@ class Stack(nn.Module):
         eps: of the norms. dropout: probability of dropping an attention weight in training. std: of the first weights
             (see `initialise`).
         checkpoint: compute the blocks again in backward instead of keeping their activations.
+        meta: how many learned tokens stand before every sequence (see `MetaTokens`).
     """
 
     def __init__(
         self, specs: str | Spec | Sequence[str | Spec], dim: int, heads: HeadCounts,
         layers: int | None = None, *, ffn: str = "swiglu", hidden: int | None = None, causal: bool = True,
         cross: bool | str = False, context_dim: int | None = None, kv_source: Sequence[int | None] | None = None,
-        residual: str | Plain | MHAR = "sum", loops: int = 1, eps: float = 1e-6, dropout: float = 0.0,
+        residual: str | Plain | MHAR = "sum", loops: int = 1, meta: int = 0, eps: float = 1e-6, dropout: float = 0.0,
         std: float = 0.02, checkpoint: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -84,6 +87,7 @@ class Stack(nn.Module):
                 block = cast(Block, self.blocks[site.layer % layers])
                 other = None if block.cross is None else turn(block.cross, block.cross.spec, beside)
                 block.later.append((turn(block.attention, line, site), other))
+        self.meta = MetaTokens(meta, dim) if meta else None
         self.cross = bool(cross)
         self._read = {source for source in turns.kv_source if source is not None}
         self.residual = read_residual(residual).build(dim, self.sublayers)
@@ -113,12 +117,12 @@ class Stack(nn.Module):
 
     @property
     def cost(self) -> Cost:
-        """Parameters, cache and FLOPs of the layers' (self-)attention."""
+        """Parameters, cache and FLOPs of the layers' (self-)attention, and the parameters of meta tokens."""
         total = Cost()
         for layer in self.attentions:
             cost = layer.spec.cost(self.dim, layer.heads, layer.site)
             total = total + (cost if layer.site.layer < len(self.blocks) else cost._replace(parameters=0, shared=()))
-        return total
+        return total if self.meta is None else total + Cost(self.meta.tokens.numel())
 
     def forward(
         self,
@@ -139,7 +143,14 @@ class Stack(nn.Module):
         if self.cross != (context is not None):
             raise ValueError(f"this stack {'needs a context' if self.cross else 'takes no context'}")
         links = Links() if links is None else links
+        later = cache is not None and cache.get_seq_length() > 0
+        if self.meta is not None and later and positions is not None and not isinstance(positions, Axis):
+            positions = positions + self.meta.count
         axis = positions if isinstance(positions, Axis) else self.attentions[0].axis_of(x, positions, mask, cache)
+        padding = None
+        if self.meta is not None and not later:
+            x, axis, padding = self.meta.before(x, axis, mask)
+            mask = None
         if context_mask is not None:
             context_mask = context_mask[:, None, None].expand(-1, -1, x.shape[1], -1)
         stream, site = self.residual.start(x), 0
@@ -153,7 +164,18 @@ class Stack(nn.Module):
             if layer not in self._read:
                 links.rows.pop(layer, None)  # nobody reads them: free before the next layer
             links.rows.pop(self.loops * len(self.blocks) + layer, None)
-        return x
+        return x if self.meta is None or later else self.meta.without(x, padding)
+
+    def started(self) -> Cache:
+        """A cache of one sequence that holds the meta tokens: `fork` it for each batch of requests to go on from.
+
+        They are the same whatever follows, so nobody has to compute them again.
+        """
+        if self.meta is None:
+            raise ValueError("this stack has no meta tokens (meta=0): an empty cache needs no preparation")
+        cache = Cache()
+        self(self.meta.tokens[None, :0], cache=cache)
+        return cache
 
     def on_step(self, progress: float) -> None:
         """Pass training progress in [0, 1] to every part with a schedule."""

@@ -254,7 +254,7 @@ def masks(case: Case) -> None:
     """An explicit mask is the whole truth: a triangle is the causal order, a query that sees nothing gives nothing."""
     layer, x = case.layer(), case.x.requires_grad_()
     triangle = torch.ones(case.tokens, case.tokens, dtype=torch.bool).tril()[None, None]
-    if layer.scan is not None:  # it has no pairs to mask
+    if layer.in_order:  # it has no pairs to mask
         with contextlib.suppress(ValueError):
             layer(x, mask=triangle)
             raise AssertionError("a scan takes a mask over pairs of tokens")
@@ -349,7 +349,7 @@ def precision(case: Case, dtype: torch.dtype, mask: str, train: bool) -> None:
     mask: "causal", "padding", "given" (a random 4-D mask) or "packed".
     """
     layer = case.layer().to(dtype).train(train)
-    if mask == "given" and layer.scan is not None:
+    if mask == "given" and layer.in_order:
         return
     exact = case.layer()
     exact.load_state_dict(layer.state_dict())

@@ -69,7 +69,8 @@ class EMHA(Part):
     @property
     def needs(self) -> frozenset[str]:
         wide = max(self.inner_kernel, self.cross_kernel) > 1
-        return frozenset({"head keys", "one map", "plain scores"} | ({"token keys"} if wide else set()))
+        beside = {"token keys", "adjacent keys"} if wide else set()
+        return frozenset({"head keys", "one map", "plain scores"} | beside)
 
     @property
     def breaks(self) -> frozenset[str]:

@@ -55,7 +55,7 @@ class MTA(Part):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"one map", "token keys"} if self.conv != "none" else {"one map"})
+        return frozenset({"one map", "token keys", "adjacent keys"} if self.conv != "none" else {"one map"})
 
     @property
     def breaks(self) -> frozenset[str]:

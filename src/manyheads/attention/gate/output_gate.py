@@ -1,11 +1,12 @@
-"""A sigmoid gate on every channel of every head's output."""
+"""A gate on every channel of every head's output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyheads.core.cost import Cost
@@ -21,6 +22,8 @@ class OutputGate(Part):
 
     Sparse query attention and multi-head low-rank attention are reported with and without it.
 
+    Options: activation, `silu` in place of σ as in layers with a scan.
+
     Source: Qiu et al. 2025, arXiv 2505.06708 (the elementwise form); with those two, arXiv 2603.02188 and the code of
     arXiv 2510.01817.
     """
@@ -28,20 +31,24 @@ class OutputGate(Part):
     name: ClassVar[str] = "output_gate"
     stage: ClassVar = "gate"
     paper: ClassVar[str] = "arXiv 2505.06708"
+    examples: ClassVar = ({}, {"activation": "silu"})
 
-    def build(self, before: Heads, after: Heads, site: Site) -> SigmoidGate:
-        return SigmoidGate(before)
+    activation: Literal["sigmoid", "silu"] = "sigmoid"
+
+    def build(self, before: Heads, after: Heads, site: Site) -> ChannelGate:
+        return ChannelGate(before, self.activation)
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         weights = before.dim * before.out * before.out_width
         return Cost(weights, token_flops=2 * weights)
 
 
-class SigmoidGate(Gate):
-    def __init__(self, heads: Heads) -> None:
+class ChannelGate(Gate):
+    def __init__(self, heads: Heads, activation: str) -> None:
         super().__init__()
+        self.activation = F.silu if activation == "silu" else torch.sigmoid
         self.heads = heads.out
         self.g_proj = nn.Linear(heads.dim, heads.out * heads.out_width, bias=False)
 
     def gate(self, o: Tensor, flow: Flow) -> Tensor:
-        return o * torch.sigmoid(self.g_proj(flow.x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return o * self.activation(self.g_proj(flow.x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -184,7 +184,8 @@ class CHAIProject(Project):
         flow.new_state["first time"] = time.gather(1, newest)
         flow.new_state["representative"] = rep[:, -1]
         whose = torch.arange(documents, device=new.device).repeat_interleave(n)[None]
-        axis = Axis(time.shape[1], None, None, time, whose, time >= 0, device=new.device)
+        number = torch.arange(n, device=new.device).repeat(documents)[None]
+        axis = Axis(time.shape[1], None, number, time, whose, time >= 0, device=new.device)
         begun = old[1].amax(-1, keepdim=True)
         return Request(rep, slot, reps, late, begun, early, axis, known.repeat_interleave(n, 1), document)
 

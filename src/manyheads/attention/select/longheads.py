@@ -57,7 +57,11 @@ class LongHeads(Part):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"causal", "self", "head keys", "token keys", "one map", "alike heads"})
+        return frozenset({"causal", "self", "head keys", "token keys", "one map", "alike heads", "adjacent keys"})
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        return frozenset({"adjacent keys"})
 
     @property
     def breaks(self) -> frozenset[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads.attention.convolution import Depthwise, lag_state, lagged
@@ -25,7 +26,8 @@ class Conv(Part):
     pass (in the authors' segments with memory, the first queries of a segment do not see the projections before it).
 
     Options: taps. per_head: filters for each head, as in Primer's multi-d-head attention (`conv(per_head=true)` and no
-    rotation is that layer); shared by the heads otherwise, as in the code of RCMHA.
+    rotation is that layer); shared by the heads otherwise, as in the code of RCMHA. activation: `silu` of what is
+    convolved, as in front of scans.
 
     Choices: the paper's abstract convolves the input embedding; its code, and this, the projections. A layer that
     reads another's rows convolves its queries.
@@ -37,10 +39,11 @@ class Conv(Part):
     stage: ClassVar = "transform"
     paper: ClassVar[str] = "arXiv 2308.03429"
     slot: ClassVar[str | None] = "conv"
-    examples: ClassVar = ({}, {"taps": 4, "per_head": True})
+    examples: ClassVar = ({}, {"taps": 4, "per_head": True, "activation": "silu"})
 
     taps: int = 3
     per_head: bool = False
+    activation: Literal["none", "silu"] = "none"
 
     @property
     def needs(self) -> frozenset[str]:
@@ -79,7 +82,7 @@ class Conv(Part):
 class ConvTransform(Transform):
     def __init__(self, options: Conv, rows: dict[str, tuple[int, int]]) -> None:
         super().__init__()
-        self.lags = options.taps - 1
+        self.lags, self.activation = options.taps - 1, options.activation
         self.states = {}
         for name, (heads, width) in rows.items():
             self.add_module(name, Depthwise(options.taps, heads if options.per_head else 1, width))
@@ -95,4 +98,5 @@ class ConvTransform(Transform):
         return self._convolve("v", v, flow.new, flow)
 
     def _convolve(self, name: str, x: Tensor, axis: Axis, flow: Flow) -> Tensor:
-        return self.get_submodule(name)(lagged(x, axis, flow, f"conv.{name}", self.lags))
+        y = self.get_submodule(name)(lagged(x, axis, flow, f"conv.{name}", self.lags))
+        return F.silu(y) if self.activation == "silu" else y
