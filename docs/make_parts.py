@@ -37,7 +37,7 @@ def page() -> str:
         "",
         "```",
     ]
-    return "\n".join([*lines, *pair_lines(matrix(), matrix(Site(causal=False))), "```", ""])
+    return "\n".join([*lines, *pair_lines(matrix(), matrix(Site(causal=False)), width=200), "```", ""])
 
 
 if __name__ == "__main__":

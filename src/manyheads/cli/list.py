@@ -51,19 +51,24 @@ def list_parts(
     finish(entries, as_json)
 
 
-def pair_lines(decoder: Pairs, encoder: Pairs) -> list[str]:
-    """The matrix of legal pairs as text: + makes a layer, o only in an encoder, . exclude each other."""
+def pair_lines(decoder: Pairs, encoder: Pairs, width: int = 80) -> list[str]:
+    """The matrix of legal pairs as text: + makes a layer, o only in an encoder, . exclude each other.
+
+    What is wider than `width` goes on below, all rows again.
+    """
     marks = {pair: "+" if why is None else "o" if encoder[pair] is None else "." for pair, why in decoder.items()}
     names = list(dict.fromkeys(name for pair in decoder for name in pair))
-    wide = max(map(len, names))
-    lines = [
-        " " * (wide + 4) + "".join(digits)
-        for digits in zip(*(f"{index:2}" for index in range(1, len(names) + 1)), strict=True)
-    ]
-    for index, row in enumerate(names, 1):
-        found = (max((marks.get((row, each), ""), marks.get((each, row), "")), key=" .o+".find) for each in names)
-        lines.append(f"{index:2} {row:{wide}} {''.join(found)}")
-    return lines
+    wide, lines = max(map(len, names)), []
+    for first in range(0, len(names), width - wide - 4):
+        shown = range(first, min(first + width - wide - 4, len(names)))
+        lines += [
+            "",
+            *(" " * (wide + 4) + "".join(digits) for digits in zip(*(f"{at + 1:2}" for at in shown), strict=True)),
+        ]
+        for index, row in enumerate(names, 1):
+            both = ((marks.get((row, names[at]), ""), marks.get((names[at], row), "")) for at in shown)
+            lines.append(f"{index:2} {row:{wide}} {''.join(max(pair, key=' .o+'.find) for pair in both)}")
+    return lines[1:]
 
 
 def _pairs(part: str | None, as_json: bool) -> None:
