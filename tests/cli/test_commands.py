@@ -1,6 +1,5 @@
 """eval, generate, explain, export, list, and what every command shares."""
 
-import collections
 import json
 import subprocess
 import sys
@@ -251,11 +250,12 @@ def test_list_shows_which_parts_go_together():
     assert legal["gqa", "kha"] and not legal["gqa", "mla"] and legal["kha", "qk-norm"] and legal["qk-norm", "kha"]
     assert all(each["legal"] or each["why"] for each in ran.json)
     assert max(map(len, ran.out.splitlines()[:-1])) <= 80
-    rows = collections.defaultdict(str)
-    for cells in map(str.split, ran.out.splitlines()):
-        if len(cells) == 3:
-            rows[cells[1]] += cells[2]
-    names = [*all_parts()]
+    rows, names = dict.fromkeys(all_parts(), ""), [*all_parts()]
+    for number, *row in (line.split() for line in ran.out.splitlines() if line):
+        if len(row) == 2 and row[0] in rows:  # in bands, where it is wider than a terminal
+            assert names[int(number) - 1] == row[0]
+            rows[row[0]] += row[1]
+    assert all(len(row) == len(names) for row in rows.values())
     assert rows["mla"][names.index("kha")] == rows["kha"][names.index("mla")] == "+"
     assert rows["rope"][names.index("alibi")] == "."
 

@@ -75,18 +75,17 @@ def _same_document(axis: Axis, index: list[Tensor], flow: Flow, name: str) -> li
 class Depthwise(nn.Module):
     """y_t = b + Σ_s f_s ∘ x_{t-s}, a filter for each channel; `heads` = 1 shares the filters between heads."""
 
-    def __init__(self, taps: int, heads: int, width: int) -> None:
+    def __init__(self, taps: int, heads: int, width: int, bias: bool = True) -> None:
         super().__init__()
         bound = taps**-0.5
         self.weight = nn.Parameter(torch.empty(taps, heads, 1, width).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(heads, 1, width).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(heads, 1, width).uniform_(-bound, bound)) if bias else None
 
     def forward(self, lags: Sequence[Tensor]) -> Tensor:
         """From x_t, x_{t-1}, …, each `[B, heads, T, width]`."""
-        y = self.bias
-        for tap, x in zip(self.weight, lags, strict=True):
-            y = y + tap * x
-        return y
+        y = sum(tap * x for tap, x in zip(self.weight, lags, strict=True))
+        assert isinstance(y, Tensor)
+        return y if self.bias is None else y + self.bias
 
 
 class Headwise(nn.Module):

@@ -177,12 +177,11 @@ class Attention(nn.Module):
             )
         if isinstance(mask, Tensor):
             self._check_mask(mask, x)
-        if self.in_order and (
-            mask.rules != (causal,) if isinstance(mask, Mask) else mask is not None and mask.ndim == 4
-        ):
+        order = (causal,) if self.site.causal else ()
+        if self.in_order and (mask.rules != order if isinstance(mask, Mask) else mask is not None and mask.ndim == 4):
             raise ValueError(
-                "a scan reads tokens in order and takes no mask over pairs of them; mark padding by a [B, T] mask, "
-                "packed documents by the segments of an Axis"
+                "a scan takes no mask over pairs of tokens; mark padding by a [B, T] mask, packed documents by the "
+                "segments of an Axis"
             )
         if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) not in (1, len(x)):
             raise ValueError(f"positions of {len(positions)} sequences do not fit a batch of {len(x)}")
@@ -388,7 +387,7 @@ class Attention(nn.Module):
         """Which kernel a pass of `queries` new tokens runs on, and why."""
         scan = self.scan
         if scan is not None:
-            return scan.plan(queries)
+            return scan.plan(queries, next(self.parameters()))
         queries += sum(piece.extra for piece in cast(Sequence[Tokens], self.tokens))
         heads, view = self.layout, self.view(queries)
         groups = self.project.key_heads.get(view, 1 if view == "absorbed" else heads.kv)

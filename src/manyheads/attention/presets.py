@@ -185,6 +185,175 @@ class MEA:
 
 @register_preset
 @dataclass(frozen=True)
+class LinearAttention:
+    """Linear attention with a feature map: `features` and `linear`.
+
+    Options: map, see `features` (one that is not negative).
+
+    Source: Katharopoulos et al. 2020, arXiv 2006.16236.
+    """
+
+    name: ClassVar[str] = "linear-attention"
+    paper: ClassVar[str] = "arXiv 2006.16236"
+
+    map: Literal["elu", "relu", "softmax"] = "elu"
+
+    def parts(self) -> tuple[Part, ...]:
+        return Spec.parse(f"features(map={self.map}) + linear").parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class RetNet:
+    """The heads of a RetNet layer: rotation, `retention`, the norm of each head without a gain, the swish gate.
+
+    The paper's values are twice as wide as its keys: `gqa(head_dim=256, v_dim=512) + retnet`.
+
+    Options: first, see `retention`.
+
+    Source: Sun et al. 2023, arXiv 2307.08621.
+    """
+
+    name: ClassVar[str] = "retnet"
+    paper: ClassVar[str] = "arXiv 2307.08621"
+
+    first: int = 5
+
+    def parts(self) -> tuple[Part, ...]:
+        return Spec.parse(
+            f"rope(pairing=interleaved) + retention(first={self.first}) + head_norm(gain=false) + "
+            "output_gate(activation=silu)"
+        ).parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class GatedLinearAttention:
+    """A layer of gated linear attention (GLA): `gated_linear`, the norm of each head, the swish gate.
+
+    The paper's keys are half as wide as its values, and heads are few: `gqa(head_dim=128, v_dim=256)` of 4 heads where
+    D = 1024.
+
+    Options: rank, tau, see `gated_linear`.
+
+    Source: Yang et al. 2023, arXiv 2312.06635.
+    """
+
+    name: ClassVar[str] = "gated-linear-attention"
+    paper: ClassVar[str] = "arXiv 2312.06635"
+
+    rank: int = 16
+    tau: float = 16.0
+
+    def parts(self) -> tuple[Part, ...]:
+        return Spec.parse(
+            f"gated_linear(rank={self.rank}, tau={self.tau}) + head_norm + output_gate(activation=silu)"
+        ).parts
+
+
+SHORT_CONV = "conv(taps={taps}, per_head=true, activation=silu, bias=false)"
+
+
+@register_preset
+@dataclass(frozen=True)
+class DeltaNet:
+    """A layer of DeltaNet: short convolutions with SiLU on queries, keys and values, `delta`, the norm of each head.
+
+    Options: taps of the convolutions. negative, see `delta`.
+
+    Source: Yang et al. 2024, arXiv 2406.06484.
+    """
+
+    name: ClassVar[str] = "delta_net"
+    paper: ClassVar[str] = "arXiv 2406.06484"
+
+    taps: int = 4
+    negative: bool = False
+
+    def parts(self) -> tuple[Part, ...]:
+        return Spec.parse(
+            f"{SHORT_CONV.format(taps=self.taps)} + delta(negative={str(self.negative).lower()}) + head_norm"
+        ).parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """A layer of Gated DeltaNet: that of DeltaNet with a decay of the whole state, and the output gate with SiLU.
+
+    Options: as in `delta_net`.
+
+    Source: Yang et al. 2024, arXiv 2412.06464.
+    """
+
+    name: ClassVar[str] = "gated_delta_net"
+    paper: ClassVar[str] = "arXiv 2412.06464"
+
+    taps: int = 4
+    negative: bool = False
+
+    def parts(self) -> tuple[Part, ...]:
+        return Spec.parse(
+            f"{SHORT_CONV.format(taps=self.taps)} + delta(gated=true, negative={str(self.negative).lower()}) + "
+            "head_norm + output_gate(activation=silu)"
+        ).parts
+
+
+@register_preset
+@dataclass(frozen=True)
+class SoftmaxLinearAttention:
+    """A layer with a state in place of keys whose heads compete: `retnet`, a GLA or a Gated DeltaNet with `sla`.
+
+    The read gate stands between the norm of each head and the layer's output gate.
+
+    Options: base: the layer it is added to. gate: what heads read (`sla`), what they write (`sla_write`), or both; the
+    delta rule takes keys of length one, so that a write gate does not reach it.
+
+    Source: arXiv 2602.01744.
+    """
+
+    name: ClassVar[str] = "softmax-linear-attention"
+    paper: ClassVar[str] = "arXiv 2602.01744"
+
+    base: Literal["retention", "gated_linear", "gated_delta"] = "gated_linear"
+    gate: Literal["read", "write", "both"] = "read"
+
+    def parts(self) -> tuple[Part, ...]:
+        base = {"retention": "retnet", "gated_linear": "gated-linear-attention", "gated_delta": "gated_delta_net"}
+        *heads, output = Spec.parse(base[self.base]).parts
+        write = () if self.gate == "read" else Spec.parse("sla_write").parts
+        read = () if self.gate == "write" else Spec.parse("sla").parts
+        return (*write, *heads, *read, output)
+
+
+@register_preset
+@dataclass(frozen=True)
+class MHLALayer:
+    """The language layer of MHLA: a feature map, rotation, `mhla`, the norm of each head, the output gate with SiLU.
+
+    Rotation behind the feature map leaves no positive weights, which is why this layer has no normaliser.
+
+    Options: map, see `features`. block, blocks, see `mhla`.
+
+    Source: arXiv 2601.07832.
+    """
+
+    name: ClassVar[str] = "mhla_layer"
+    paper: ClassVar[str] = "arXiv 2601.07832"
+
+    map: Literal["elu", "relu", "softmax", "silu"] = "relu"
+    block: int = 64
+    blocks: int = 32
+
+    def parts(self) -> tuple[Part, ...]:
+        return Spec.parse(
+            f"features(map={self.map}) + rope + mhla(block={self.block}, blocks={self.blocks}) + head_norm + "
+            "output_gate(activation=silu)"
+        ).parts
+
+
+@register_preset
+@dataclass(frozen=True)
 class MTAGated:
     """A whole layer of multi-token attention: `mta`, `head_norm` and `head_gate`.
 

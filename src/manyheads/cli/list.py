@@ -10,6 +10,9 @@ import typer
 
 from manyheads.cli.output import Debug, Json, command, finish, table, wrapped
 
+WIDTH = 80
+"""Columns of a terminal."""
+
 Pairs = Mapping[tuple[str, str], str | None]
 """Why two parts exclude each other, None where they do not."""
 

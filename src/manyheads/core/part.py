@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from manyheads.core import fla
 from manyheads.core.cache import Entry, State
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
@@ -47,14 +49,23 @@ FACTS = {
     "final rows": "a token's rows are written once, from the token and what states keep",
     "own rows": "the layer writes the rows that it reads",
     "adjacent keys": "key rows next to each other are of tokens next to each other",
+    "formed keys": "each head's keys and values can be formed from what is cached",
+    "query lengths": "how long a query is counts",
+    "key lengths": "how long a key is counts",
+    "head sizes": "how large a head's output is counts",
+    "positive": "no channel of a query or a key is negative",
 }
 """What a part may need, give, break or keep. Combinations are judged from these alone."""
 
 STAGE_NEEDS: Mapping[Stage, frozenset[str]] = dict.fromkeys(
     ("transform", "position", "select", "attend"), frozenset({"scores"})
 )
-STAGE_BREAKS: Mapping[Stage, frozenset[str]] = {"select": frozenset({"bare scores"})}
-"""What every part of a stage needs and breaks."""
+STAGE_BREAKS: Mapping[Stage, frozenset[str]] = {
+    "select": frozenset({"bare scores"}),
+    "transform": frozenset({"positive"}),
+    "position": frozenset({"positive"}),
+}
+"""What every part of a stage needs, and what it breaks unless it spares it."""
 
 
 class OptionError(ValueError):
@@ -138,7 +149,8 @@ class Site(NamedTuple):
         return frozenset(
             {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady"}
             | {"one rotation", "own tokens", "paired heads", "plain scores", "still values", "token queries"}
-            | {"scores", "bare scores", "final rows", "adjacent keys"}
+            | {"scores", "bare scores", "final rows", "adjacent keys", "formed keys"}
+            | {"query lengths", "key lengths", "head sizes"}
             | ({"own rows"} if self.kv_source is None else set())
             | ({"causal"} if self.causal else set())
             | ({"bidirectional"} if self.cross or not self.causal else set())
@@ -164,10 +176,10 @@ class Part:
     """Options of a mechanism. Subclass it as a frozen dataclass, register it, and give it a `build`.
 
     slot: two parts with one slot exclude each other. needs, gives, breaks: facts (see `FACTS`); keeps: those that no
-    later part may break. at: whether a transform acts on rows before they are cached ("write"), when they are read
-    ("read"), or where the projection allows ("either"). hint: for a fact it needs or keeps, the nearest legal choice
-    when something breaks it. examples: options that fit a layer of dim 24 with 4 heads, for `manyheads.testing`; each
-    should be another way through the code.
+    later part may break; spares: those that other parts of its stage break (`STAGE_BREAKS`). at: whether a transform
+    acts on rows before they are cached ("write"), when they are read ("read"), or where the projection allows
+    ("either"). hint: for a fact it needs or keeps, the nearest legal choice when something breaks it. examples: options
+    that fit a layer of dim 24 with 4 heads, for `manyheads.testing`; each should be another way through the code.
     """
 
     name: ClassVar[str]
@@ -187,6 +199,10 @@ class Part:
 
     @property
     def breaks(self) -> frozenset[str]:
+        return NONE
+
+    @property
+    def spares(self) -> frozenset[str]:
         return NONE
 
     @property
@@ -219,17 +235,8 @@ class Recurrence(Part):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset(
-            {
-                "causal",
-                "self",
-                "head keys",
-                "bare scores",
-                "final rows",
-                "one map",
-                "own rows",
-                "own tokens",
-                "token queries",
-            }
+            {"causal", "self", "bare scores", "final rows", "formed keys", "one map", "own rows", "own tokens"}
+            | {"token queries"}
         )
 
     @property
@@ -483,12 +490,14 @@ class Scan(Piece):
 
     A projection may be one too, where a layer has no queries and keys that other parts could meet.
 
-    work, chunk: how it goes through a long pass, for `plan`.
+    work, chunk: how it goes through a long pass, for `plan`. fused: the dtypes for which flash-linear-attention has
+    kernels of this scan (see `core.fla`).
     """
 
     in_order = True
     work: Literal["products", "steps"] = "products"
     chunk: int = CHUNK
+    fused: tuple[torch.dtype, ...] = ()
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, flow: Flow) -> Tensor:
         """Head outputs `[B, H, T, V]` of q `[B, H, T, K]`, scaled, over k `[B, G, T, K]` and v `[B, G, T, V]`.
@@ -498,10 +507,14 @@ class Scan(Piece):
         """
         raise NotImplementedError
 
-    def plan(self, queries: int) -> Plan:
-        """How a pass of so many tokens runs."""
+    def plan(self, queries: int, like: Tensor) -> Plan:
+        """How a pass of so many tokens runs, in the dtype and on the device of a tensor."""
+        why_not = fla.why_not(like, like.dtype, queries, self.fused)
+        if why_not is None:
+            return Plan("fla", "a kernel of flash-linear-attention", (("sdpa", "there are no scores"),))
         how = "one step" if queries == 1 else f"{self.work} inside chunks of {min(queries, self.chunk)} tokens"
-        return Plan("scan", f"a state in place of keys; {how}", (("sdpa", "there are no scores"),))
+        refused = (("fla", why_not), ("sdpa", "there are no scores"))
+        return Plan("scan", f"a state in place of keys; {how}", refused)
 
 
 class Gate(Piece):

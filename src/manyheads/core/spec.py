@@ -91,7 +91,7 @@ class Spec:
                     f"{part.name!r} needs {fact!r} ({FACTS[fact]}), {why}"
                     + (f"; nearest legal: {hint}" if hint else "")
                 )
-            breaks = part.breaks | STAGE_BREAKS.get(part.stage, NONE)
+            breaks = part.breaks | (STAGE_BREAKS.get(part.stage, NONE) - part.spares)
             breaks |= {"cached heads"} if part.at == "read" else NONE
             for fact in sorted(breaks & kept.keys()):
                 hint = kept[fact].hint.get(fact)

@@ -22,7 +22,8 @@ class HeadNorm(Part):
     """o_h ← c · g ∘ o_h / rms(o_h) over the channels of a head; the gain g is shared by the heads.
 
     Options: eps. scale: the constant c, `one`, or `differential`: 1 - λ_init of the layer, which keeps the gradients of
-    differential attention at the size of plain attention's. offset: see `differential_lambda`.
+    differential attention at the size of plain attention's. offset: see `differential_lambda`. gain: without it g = 1,
+    as in RetNet.
 
     Source: Ye et al. 2024, arXiv 2410.05258.
     """
@@ -30,27 +31,33 @@ class HeadNorm(Part):
     name: ClassVar[str] = "head_norm"
     stage: ClassVar = "gate"
     paper: ClassVar[str] = "arXiv 2410.05258"
-    examples: ClassVar = ({}, {"scale": "differential"})
+    examples: ClassVar = ({}, {"scale": "differential"}, {"gain": False})
 
     eps: float = 1e-5
     scale: Literal["one", "differential"] = "one"
     offset: int = 0
+    gain: bool = True
+
+    @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"head sizes"})
 
     def build(self, before: Heads, after: Heads, site: Site) -> HeadNormGate:
         scale = 1.0 if self.scale == "one" else 1 - differential_lambda(site.layer, self.offset)
-        return HeadNormGate(before.out_width, self.eps, scale)
+        return HeadNormGate(before.out_width if self.gain else None, self.eps, scale)
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
-        return Cost(before.out_width)
+        return Cost(before.out_width if self.gain else 0)
 
 
 class HeadNormGate(Gate):
-    def __init__(self, width: int, eps: float, scale: float) -> None:
+    def __init__(self, width: int | None, eps: float, scale: float) -> None:
         super().__init__()
         self.eps, self.scale = eps, scale
-        self.gain = nn.Parameter(torch.ones(width))
+        self.gain = None if width is None else nn.Parameter(torch.ones(width))
 
     def gate(self, o: Tensor, flow: Flow) -> Tensor:
         wide = torch.promote_types(o.dtype, torch.float32)
         normed = F.rms_norm(o.to(wide), o.shape[-1:], eps=self.eps)
-        return (normed * self.gain * self.scale).to(o.dtype)
+        normed = normed if self.gain is None else normed * self.gain
+        return (normed * self.scale).to(o.dtype)

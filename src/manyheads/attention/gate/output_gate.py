@@ -18,7 +18,10 @@ from manyheads.core.registry import register
 @register
 @dataclass(frozen=True)
 class OutputGate(Part):
-    """o ← σ(x W_g) ∘ o before the output projection, W_g `[D, H·v]`, o all heads' outputs `[B, T, H·v]`.
+    """o ← a(x W_g) ∘ o before the output projection, W_g `[D, H·v]`, o all heads' outputs `[B, T, H·v]`.
+
+    Options: activation a: `sigmoid`, or `silu` (swish), which layers with a state in place of keys have behind the norm
+    of their heads.
 
     Sparse query attention and multi-head low-rank attention are reported with and without it.
 
@@ -35,19 +38,18 @@ class OutputGate(Part):
 
     activation: Literal["sigmoid", "silu"] = "sigmoid"
 
-    def build(self, before: Heads, after: Heads, site: Site) -> ChannelGate:
-        return ChannelGate(before, self.activation)
+    def build(self, before: Heads, after: Heads, site: Site) -> ElementwiseGate:
+        return ElementwiseGate(before, self.activation)
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         weights = before.dim * before.out * before.out_width
         return Cost(weights, token_flops=2 * weights)
 
 
-class ChannelGate(Gate):
+class ElementwiseGate(Gate):
     def __init__(self, heads: Heads, activation: str) -> None:
         super().__init__()
-        self.activation = F.silu if activation == "silu" else torch.sigmoid
-        self.heads = heads.out
+        self.heads, self.activation = heads.out, {"sigmoid": torch.sigmoid, "silu": F.silu}[activation]
         self.g_proj = nn.Linear(heads.dim, heads.out * heads.out_width, bias=False)
 
     def gate(self, o: Tensor, flow: Flow) -> Tensor:

@@ -61,6 +61,10 @@ class Rope(Part):
     pairs: tuple[int, ...] | None = None
     of: int | None = None
 
+    @property
+    def spares(self) -> frozenset[str]:
+        return frozenset({"positive"} if self.pairing == "none" else ())
+
     def layout(self, heads: Heads, site: Site) -> Heads:
         if not (0 < self.base < math.inf and 0 < self.factor < math.inf):
             raise OptionError(f"rope: base={self.base} and factor={self.factor} must be positive numbers")

@@ -53,7 +53,7 @@ class GLA(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"cached heads"})
+        return frozenset({"cached heads"} | ({"formed keys"} if self.view == "absorbed" else set()))
 
     @property
     def gives(self) -> frozenset[str]:
@@ -61,7 +61,7 @@ class GLA(Part):
 
     @property
     def hint(self) -> dict[str, str]:
-        return {"gives head keys": "gla(view=expanded)"}
+        return dict.fromkeys(("gives head keys", "gives formed keys"), "gla(view=expanded)")
 
     def widths(self, heads: Heads) -> tuple[int, int, int, int, int]:
         """rank, nope, rope, value and query rank with the defaults filled in."""

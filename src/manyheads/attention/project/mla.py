@@ -61,11 +61,11 @@ class MLA(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"cached heads"})
+        return frozenset({"cached heads"} | ({"formed keys"} if self.view == "absorbed" else set()))
 
     @property
     def hint(self) -> dict[str, str]:
-        return {"gives head keys": "mla(view=expanded)"}
+        return dict.fromkeys(("gives head keys", "gives formed keys"), "mla(view=expanded)")
 
     def widths(self, heads: Heads) -> tuple[int, int, int, int]:
         """rank, nope, rope and value widths with the defaults filled in."""

@@ -153,7 +153,7 @@ class PairScan(Scan):
         if last > self.context:
             raise ValueError(f"aft: a token at position {last - 1}; its biases are of context={self.context} positions")
 
-    def plan(self, queries: int) -> Plan:
+    def plan(self, queries: int, like: Tensor) -> Plan:
         return Plan("scan", "a mean for each channel over all rows, by halves", (("sdpa", "there are no scores"),))
 
 

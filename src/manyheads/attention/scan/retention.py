@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from manyheads.core import fla
 from manyheads.core.cache import State
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
@@ -49,6 +50,8 @@ class Retention(Recurrence):
 
 
 class RetentionScan(Scan):
+    fused = fla.SINGLE
+
     def __init__(self, heads: Heads, first: int) -> None:
         super().__init__()
         self.first = first

@@ -19,15 +19,15 @@ from manyheads.core.registry import register
 @register
 @dataclass(frozen=True)
 class Conv(Part):
-    """u'_t = b + Σ_s f_s ∘ u_{t-s}, s < taps, on the channels of each head; filters of their own for q, k and v.
+    """u'_t = a(b + Σ_s f_s ∘ u_{t-s}), s < taps, on the channels of each head; filters of their own for q, k and v.
 
     u `[B, heads, T, d]` is a projection of x, zero before the first token of a document. What is cached are convolved
     keys and values, and for a sequence the newest taps - 1 rows of each projection, so that decoding equals the full
     pass (in the authors' segments with memory, the first queries of a segment do not see the projections before it).
 
     Options: taps. per_head: filters for each head, as in Primer's multi-d-head attention (`conv(per_head=true)` and no
-    rotation is that layer); shared by the heads otherwise, as in the code of RCMHA. activation: `silu` of what is
-    convolved, as in front of scans.
+    rotation is that layer); shared by the heads otherwise, as in the code of RCMHA. activation a (`none`, `silu`) and
+    bias b: DeltaNet's short convolution is `conv(taps=4, per_head=true, activation=silu, bias=false)`.
 
     Choices: the paper's abstract convolves the input embedding; its code, and this, the projections. A layer that
     reads another's rows convolves its queries.
@@ -39,11 +39,12 @@ class Conv(Part):
     stage: ClassVar = "transform"
     paper: ClassVar[str] = "arXiv 2308.03429"
     slot: ClassVar[str | None] = "conv"
-    examples: ClassVar = ({}, {"taps": 4, "per_head": True, "activation": "silu"})
+    examples: ClassVar = ({}, {"taps": 4, "per_head": True, "activation": "silu", "bias": False})
 
     taps: int = 3
     per_head: bool = False
     activation: Literal["none", "silu"] = "none"
+    bias: bool = True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -75,17 +76,19 @@ class Conv(Part):
         filters = sum((heads if self.per_head else 1) * width for heads, width in rows)
         numbers = sum(heads * width for heads, width in rows)
         return Cost(
-            (self.taps + 1) * filters, state_floats=(self.taps - 1) * numbers, token_flops=2 * self.taps * numbers
+            (self.taps + self.bias) * filters,
+            state_floats=(self.taps - 1) * numbers,
+            token_flops=2 * self.taps * numbers,
         )
 
 
 class ConvTransform(Transform):
     def __init__(self, options: Conv, rows: dict[str, tuple[int, int]]) -> None:
         super().__init__()
-        self.lags, self.activation = options.taps - 1, options.activation
+        self.lags, self.silu = options.taps - 1, options.activation == "silu"
         self.states = {}
         for name, (heads, width) in rows.items():
-            self.add_module(name, Depthwise(options.taps, heads if options.per_head else 1, width))
+            self.add_module(name, Depthwise(options.taps, heads if options.per_head else 1, width, options.bias))
             self.states |= lag_state(f"conv.{name}", heads, width, self.lags)
 
     def on_q(self, q: Tensor, flow: Flow) -> Tensor:
@@ -99,4 +102,4 @@ class ConvTransform(Transform):
 
     def _convolve(self, name: str, x: Tensor, axis: Axis, flow: Flow) -> Tensor:
         y = self.get_submodule(name)(lagged(x, axis, flow, f"conv.{name}", self.lags))
-        return F.silu(y) if self.activation == "silu" else y
+        return F.silu(y) if self.silu else y

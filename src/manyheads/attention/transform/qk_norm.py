@@ -38,6 +38,10 @@ class QKNorm(Part):
     def needs(self) -> frozenset[str]:
         return frozenset({"head keys"})
 
+    @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"key lengths"})
+
     def build(self, before: Heads, after: Heads, site: Site) -> QKNormTransform:
         return QKNormTransform(before.content_width, self.eps, before.read or site.kv_source is None)
 

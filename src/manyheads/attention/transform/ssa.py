@@ -69,7 +69,7 @@ class SSA(Part):
 
     @property
     def keeps(self) -> frozenset[str]:
-        return frozenset({"token queries"})
+        return frozenset({"token queries", "query lengths"})
 
     @property
     def hint(self) -> dict[str, str]:
