@@ -46,6 +46,7 @@ def compare(
     heads: int = DESIGN.heads,
     layers: int = DESIGN.layers,
     ffn: str = DESIGN.ffn,
+    residual: str = DESIGN.residual,
     context: int = TRAINING.context,
     batch: int = TRAINING.batch,
     text: str | Path = PYDOC,
@@ -66,7 +67,8 @@ def compare(
         steps: of training, of `batch` windows of `context` tokens.
         seeds: runs of each spec: a seed decides first weights and the order of the text.
         equal: `params`, `flops` (of training, a token) or `cache` (bytes a token): every other model takes the width
-            at which this figure is nearest to the base's; `none` gives all the width `dim`.
+            at which this figure is nearest to the base's, and its feed-forward the rest; `none` gives all `dim`.
+        ffn, residual: see `Stack`.
         text: a file, or `pydoc`: Python's help topics. The first 80 % are trained on, the rest is held out.
         warmup: steps of rising rate (default: a tenth). dtype: see `Training`.
         jobs: runs at a time, each in a process of its own (call this under `if __name__ == "__main__"` then).
@@ -96,15 +98,15 @@ def compare(
     digest = hashlib.sha256(corpus.train + b"\0" + corpus.held).hexdigest()[:16]
     options: dict[str, Any] = {
         "specs": lines, "steps": steps, "seeds": seeds, "equal": equal, "dim": dim, "heads": heads, "layers": layers,
-        "ffn": ffn, "context": context, "batch": batch, "text": f"{name} ({digest})", "lr": lr, "warmup": warmup,
-        "dtype": dtype, "aux_weight": aux_weight, "threads": threads,
+        "ffn": ffn, "residual": residual, "context": context, "batch": batch, "text": f"{name} ({digest})", "lr": lr,
+        "warmup": warmup, "dtype": dtype, "aux_weight": aux_weight, "threads": threads,
     }  # fmt: skip
     _check_folder(out)
     if (out / "job.json").exists():
         check_resume(out, options)
     if (out / "result.json").exists():
         return Comparison.read(out / "result.json")
-    plan = make_plan(lines, Design(lines[0], dim, heads, layers, ffn), training, corpus, equal)
+    plan = make_plan(lines, Design(lines[0], dim, heads, layers, ffn, residual), training, corpus, equal)
     check_resume(out, options)
     (out / "runs").mkdir(exist_ok=True)
     tasks = plan.tasks(seeds, out)

@@ -38,6 +38,8 @@ class Design:
     heads: int = 4
     layers: int = 4
     ffn: str = "swiglu"
+    residual: str = "sum"
+    hidden: int | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:

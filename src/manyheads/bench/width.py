@@ -1,4 +1,4 @@
-"""The width at which a model meets another one's budget."""
+"""The width at which a model meets another one's budget, and the feed-forward that takes up what the width leaves."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ def figure(costs: Costs, equal: Equal) -> float:
 def fit_width(design: Design, budget: Costs, equal: Equal, context: int, itemsize: int = 4) -> Fitted:
     """The width whose figure comes nearest to the budget's; of equally near ones the nearest to the design's own.
 
+    Parameters and FLOPs are then met by the width of the feed-forward, which is free where that of the model goes in
+    steps; a cache knows nothing of it.
+
     Widths are multiples of twice the head count, so that heads have an even, equal number of channels, from one such
     step to eight times the design's width, and the design's own; those that its parts do not accept are left out.
 
@@ -76,4 +79,17 @@ def fit_width(design: Design, budget: Costs, equal: Equal, context: int, itemsiz
     accepted = [*some(reversed(widths[:crossing])), *some(widths[crossing:]), *some([design.dim])]
     if not accepted:
         design.check(context)  # says why
-    return min(accepted, key=lambda fitted: (abs(fitted.off), abs(fitted.design.dim - design.dim)))
+    best = min(accepted, key=lambda fitted: (abs(fitted.off), abs(fitted.design.dim - design.dim)))
+    return best if equal == "cache" else _filled(best, wanted, equal, context, itemsize)
+
+
+def _filled(fitted: Fitted, wanted: float, equal: Equal, context: int, itemsize: int) -> Fitted:
+    """The same width with the feed-forward's own width so that the figure, which is linear in it, is met."""
+    some, more = (replace(fitted.design, hidden=hidden) for hidden in (fitted.design.dim, 2 * fitted.design.dim))
+    low, high = (figure(design.costs(context, itemsize), equal) for design in (some, more))
+    if fitted.off == 0 or high <= low:  # met, or there is no feed-forward whose width counts
+        return fitted
+    hidden = round(fitted.design.dim * (1 + (wanted - low) / (high - low)))
+    made = replace(fitted.design, hidden=max(hidden, 1))
+    costs = made.costs(context, itemsize)
+    return Fitted(made, costs, figure(costs, equal) / wanted - 1)

@@ -45,6 +45,7 @@ def compare(
     heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
     layers: Annotated[int, typer.Option(help="Layers.")] = 4,
     ffn: Annotated[str, typer.Option(help="Feed-forward.")] = "swiglu",
+    residual: Annotated[str, typer.Option(help="How layers add up: sum, or mhar.")] = "sum",
     context: Annotated[int, typer.Option(help="Tokens (bytes) in a window.")] = 256,
     batch: Annotated[int, typer.Option(help="Windows a step.")] = 8,
     text: Annotated[
@@ -73,8 +74,8 @@ def compare(
         with Bars() as bars:
             found = job.compare(
                 specs, steps=steps, seeds=seeds, equal=equal.value, dim=dim, heads=heads, layers=layers, ffn=ffn,
-                context=context, batch=batch, text=text, lr=lr, warmup=warmup, dtype=dtype.value, jobs=jobs,
-                threads=threads, out=out, progress=bars,
+                residual=residual, context=context, batch=batch, text=text, lr=lr, warmup=warmup, dtype=dtype.value,
+                jobs=jobs, threads=threads, out=out, progress=bars,
             )  # fmt: skip
     except KeyboardInterrupt:
         if (out.expanduser() / "job.json").exists():
