@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from manyheads.core.mask import Axis, Mask
     from manyheads.core.part import OptionError, Site
     from manyheads.core.spec import Spec, SpecError
+    from manyheads.experts.adapters import adapt, adapters
+    from manyheads.experts.adapters import load as load_adapters
     from manyheads.stack import Decoder, Encoder, Stack
 
 __version__ = "0.1.0"
@@ -35,17 +37,21 @@ __all__ = [
     "Spec",
     "SpecError",
     "Stack",
+    "adapt",
+    "adapters",
     "adopt",
     "compare",
     "explain",
+    "load_adapters",
     "shrink",
 ]
 
 _HOMES = {
     "Attention": "attention", "Axis": "core.mask", "Cache": "core.cache", "Cost": "core.cost", "Decoder": "stack",
     "Encoder": "stack", "Links": "core.flow", "Mask": "core.mask", "OptionError": "core.part", "Site": "core.part",
-    "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack", "adopt": "convert.adopt",
-    "compare": "bench.compare", "explain": "attention.explain", "shrink": "bench.job:shrink_model",
+    "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack", "adapt": "experts.adapters",
+    "adapters": "experts.adapters", "adopt": "convert.adopt", "compare": "bench.compare",
+    "explain": "attention.explain", "load_adapters": "experts.adapters:load", "shrink": "bench.job:shrink_model",
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class LatentProject(Project):
     """
 
     entries: dict[str, Entry]
+    unhooked = ("kv_b_proj",)
 
     def __init__(
         self, heads: Heads, site: Site, *, rank: int, nope: int, rope: int, q_rank: int = 0, eps: float = 1e-6,

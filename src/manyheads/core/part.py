@@ -330,6 +330,7 @@ class Project(Piece):
     turns_values: bool = False  # values rotate with the keys, and head outputs turn back by the query's position
     rotate: Literal["write", "read"] = "write"
     turns: slice | None = None  # the rotary channels of queries and keys, as the layout has them
+    unhooked: tuple[str, ...] = ()  # linear layers whose weight it reads itself, so that no hook on them acts
     o_proj: nn.Linear  # from all head outputs side by side to x's width
     key_heads: Mapping[str, int] = {}  # of k as `keys` returns it, by view; else one where absorbed, the layout's kv
 

@@ -69,6 +69,8 @@ class Router(nn.Module):
     every token to the same few. sample: see `route`, in training.
     """
 
+    unhooked = ("score",)  # read in wider numbers than its own
+
     def __init__(self, dim: int, experts: int, top: int, *, noisy: bool = False, sample: int = 0) -> None:
         super().__init__()
         self.top, self.sample = top, sample
@@ -77,7 +79,8 @@ class Router(nn.Module):
         nn.init.normal_(self.score.weight, std=0.01 if top < experts else 0.0)
 
     def forward(self, x: Tensor) -> Routing:
-        logits = self.score(x)
+        wide = torch.promote_types(x.dtype, torch.float32)  # a choice is no place for rounding
+        logits = F.linear(x.to(wide), self.score.weight.to(wide))
         if self.training and self.noise is not None:
             logits = logits + torch.randn_like(logits) * (F.softplus(self.noise(x)) + 0.01)
         return route(logits, self.top, self.sample if self.training else 0)

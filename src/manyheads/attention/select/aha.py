@@ -69,6 +69,7 @@ class AHA(Part):
 
 class AHASelect(Piece):
     joins_by_lse = False
+    unhooked = ("router",)
 
     def __init__(self, options: AHA, heads: Heads) -> None:
         super().__init__()

@@ -1,0 +1,1 @@
+"""Experts: what serves a token, or a task, out of many."""
