@@ -16,7 +16,7 @@ from manyheads.core.kernels import tiled as tiled_kernel
 from manyheads.core.mask import Axis, Given, Mask, causal, cols_of, rows_of
 
 HEADS = [(9, 3), (12, 2), (14, 2), (15, 5), (6, 1)]
-TRAINED = ["grouped", "sdpa", "flash_cpu", "tiled"]
+TRAINED = ["grouped", "sdpa", "banded", "flash_cpu", "tiled"]
 SCALE = 0.37
 
 
@@ -170,7 +170,7 @@ def test_fewer_keys_than_queries_and_none_at_all(name):
     assert (attend(hidden, kernel=name).o == 0).all()
 
 
-@pytest.mark.parametrize("name", ["grouped", "sdpa", "tiled"])
+@pytest.mark.parametrize("name", ["grouped", "sdpa", "banded", "flash_cpu", "tiled"])
 @pytest.mark.parametrize("shape", [(3, 4, 4), (1, 3, 4, 4), (2, 1, 4, 4)])
 @pytest.mark.parametrize("kind", ["none", "causal", "padding"])
 def test_a_learned_bias_broadcasts_and_has_a_gradient(name, shape, kind):
@@ -290,11 +290,12 @@ def test_tiles_of_a_causal_call_hold_the_keys_within_reach(monkeypatch):
     call = make_call(2, 1, t, "causal", dtype=torch.float32)
     tiled_kernel(call, [Widths()])
     assert widths == list(range(64, 513, 64))
-    assert call.mask.reach(slice(5, 9)) == 9 and call.mask.sees_some
+    assert call.mask.reach(slice(5, 9)) == slice(0, 9) and call.mask.sees_some
     later = Mask(Axis(3, 7), Axis(10, 0))
-    assert [later.reach(slice(0, n)) for n in (1, 2, 3)] == [8, 9, 10] and later.sees_some
-    assert Mask(Axis(3, 0), Axis(10, 1)).reach(slice(0, 1)) == 0 and not Mask(Axis(3, 0), Axis(10, 1)).sees_some
-    assert Mask(Axis(3, 0), Axis(10, 0), ()).reach(slice(0, 1)) == 10
+    assert [later.reach(slice(0, n)).stop for n in (1, 2, 3)] == [8, 9, 10] and later.sees_some
+    before = Mask(Axis(3, 0), Axis(10, 1))
+    assert before.reach(slice(0, 1)) == slice(0, 0) and not before.sees_some
+    assert Mask(Axis(3, 0), Axis(10, 0), ()).reach(slice(0, 1)) == slice(0, 10)
 
 
 def test_softcap():
@@ -329,7 +330,8 @@ def test_dropout_drops_weights_and_keeps_the_mean(name):
         ("sdpa", {}, {"program": [Mix()]}, "works on the scores"),
         ("grouped", {"softcap": 2.0}, {}, "soft cap"),
         ("grouped", {}, {"program": [Mix()]}, "works on the scores"),
-        ("flash_cpu", {"bias": lambda q, k: torch.zeros(1, 1, 5, 5)[..., q, k]}, {}, "bias"),
+        ("banded", {"softcap": 2.0}, {}, "soft cap"),
+        ("banded", {}, {"program": [Mix()]}, "works on the scores"),
         ("flash_cpu", {}, {"dropout": 0.1}, "dropout"),
         ("flash_cpu", {"softcap": 2.0}, {}, "soft cap"),
         ("flex", {"bias": lambda q, k: torch.zeros(1, 1, 5, 5)[..., q, k]}, {}, "bias"),
@@ -365,7 +367,19 @@ def test_an_unknown_kernel_names_those_that_exist():
         ({"t": 64, "heads": 2, "groups": 2, "need_lse": True, "device": "cuda"}, "tiled", ["on cuda"]),
         ({"t": 64, "heads": 2, "groups": 2, "softcap": True}, "tiled", ["not sdpa: the scores are soft-capped"]),
         ({"t": 64, "heads": 2, "groups": 2, "program": ["Mix"]}, "tiled", ["not sdpa: Mix works on the scores"]),
-        ({"t": 64, "heads": 2, "groups": 2, "bias": True, "need_lse": True}, "tiled", ["a bias is added"]),
+        ({"t": 64, "heads": 2, "groups": 2, "bias": True, "need_lse": True}, "banded", []),
+        ({"t": 64, "heads": 2, "groups": 2, "bias": True, "need_lse": True, "device": "cuda"}, "tiled", ["a bias is"]),
+        ({"t": 64, "heads": 2, "groups": 2, "bias": True}, "banded", ["not sdpa: its gradient of a bias expands"]),
+        ({"t": 64, "heads": 2, "groups": 2, "bias": True, "device": "cuda"}, "sdpa", []),
+        ({"t": 64, "heads": 2, "groups": 2, "bias": True, "share": 0.31, "device": "cuda"}, "banded", []),
+        ({"t": 1, "heads": 2, "groups": 2, "bias": True, "need_lse": True}, "flash_cpu", ["not grouped: a bias"]),
+        ({"t": 64, "heads": 2, "groups": 2, "share": 0.31}, "banded", ["31% of all pairs", "not sdpa: it would"]),
+        ({"t": 64, "heads": 2, "groups": 2, "share": 0.31, "need_lse": True}, "banded", []),
+        ({"t": 64, "heads": 2, "groups": 2, "share": 0.31, "need_lse": True, "device": "cuda"}, "tiled", []),
+        ({"t": 64, "heads": 2, "groups": 2, "share": 0.31, "bias": True}, "banded", []),
+        ({"t": 64, "heads": 2, "groups": 2, "share": 0.9}, "sdpa", []),
+        ({"t": 4096, "heads": 2, "groups": 2, "share": 1.0, "pairs": 4096**2}, "banded", []),
+        ({"t": 1, "heads": 2, "groups": 2, "share": 0.1, "pairs": 4096**2}, "grouped", []),
         ({"t": 1, "heads": 2, "groups": 2, "bias": True}, "sdpa", ["not grouped: a bias"]),
         ({"t": 64, "heads": 2, "groups": 2, "dropout": True}, "tiled", ["not sdpa: ", "dropout"]),
         ({"t": 64, "heads": 2, "groups": 2, "dropout": True, "device": "cuda"}, "sdpa", []),
@@ -411,7 +425,7 @@ def test_a_plan_never_names_a_kernel_that_expands_scores_in_secret():
 
 def test_forced_kernels_raise_where_they_cannot_serve():
     with kernel_module.using("flash_cpu"):
-        assert attend(make_call(4, 2, 1, "causal")).lse is not None
+        assert attend(make_call(4, 2, 1, "causal"), need_lse=True).lse is not None
         with pytest.raises(ValueError, match="flash_cpu"):
             attend(make_call(4, 2, 1, "causal"), dropout=0.1)
     assert attend(make_call(4, 2, 1, "causal")).lse is None

@@ -408,7 +408,7 @@ class Attention(nn.Module):
         rows, lse = Rows(entries, axis), False
         flow = Flow(x, x, axis, axis, Links(), self.site.layer, rows=rows, memo={"queries": q}, described=True)
         biased = any(type(piece).bias is not Position.bias for piece in cast(Sequence[Position], self.positions))
-        call = Call(q, k, v, Mask(*axes), heads.scale, (lambda q, k: one) if biased else None)
+        call = Call(q, k, v, self._mask(flow, *axes, None), heads.scale, (lambda q, k: one) if biased else None)
         for piece in self.splitting:
             calls = piece.split(call, flow)
             call, lse = calls[0], lse or (len(calls) > 1 and piece.joins_by_lse)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manyheads.core.mask import Axis, Rule, cols_of, rows_of
+from manyheads.core.mask import Axis, Rule, Span, cols_of, rows_of
 from manyheads.core.part import Heads, Site
 
 
@@ -17,9 +17,36 @@ class Near:
 
     sizes: tuple[int, ...]
 
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(Span(1 - size, size - 1) for size in self.sizes)
+
+    def of(self, heads: slice) -> Near:
+        sizes = self.sizes if len(self.sizes) == 1 else self.sizes[heads]
+        return Near(sizes if len({*sizes}) > 1 else sizes[:1])
+
     def __call__(self, q: Axis, k: Axis) -> Tensor:
         sizes = torch.tensor(self.sizes, device=q.device)[None, :, None, None]
         return (rows_of(q.time) - cols_of(k.time)).abs() < sizes
+
+
+@dataclass(frozen=True)
+class Far:
+    """The rule of all other keys, `size` tokens away or farther. causal: those of them that are earlier."""
+
+    size: int
+    causal: bool
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return (Span(last=-self.size) if self.causal else Span(),)
+
+    def of(self, heads: slice) -> Far:
+        return self
+
+    def __call__(self, q: Axis, k: Axis) -> Tensor:
+        back = rows_of(q.time) - cols_of(k.time)
+        return (back if self.causal else back.abs()) >= self.size
 
 
 @dataclass(frozen=True)

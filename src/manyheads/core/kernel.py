@@ -103,6 +103,10 @@ class Plan:
 
 FEW_ROWS = 32
 """Query rows of one key head up to which grouped matmuls beat a fused kernel (measured on CPU)."""
+WORTH = 0.8
+"""The share of all pairs of queries and keys up to which blocks beat one fused call with a mask (measured on CPU)."""
+LARGE = 2**24
+"""Pairs of queries and keys from which on no mask of them all is made."""
 
 
 class SlowPath(UserWarning):
@@ -111,14 +115,19 @@ class SlowPath(UserWarning):
 
 def plan(
     *, t: int, heads: int, groups: int, program: Sequence[str] = (), need_lse: bool = False, bias: bool = False,
-    softcap: bool = False, dropout: bool = False, device: str = "cpu",
+    softcap: bool = False, dropout: bool = False, device: str = "cpu", share: float | None = None, pairs: int = 0,
 ) -> Plan:  # fmt: skip
-    """Choose a kernel from what the call is, never from its data."""
+    """Choose a kernel from what the call is, never from its data.
+
+    share: of all pairs of queries and keys, those that blocks of queries compute, None where no mask is needed (the
+    triangle, or every key). pairs: how many there are.
+    """
     refused: list[tuple[str, str]] = []
+    fused = device == "cpu"  # with a log-sum-exp, and a gradient of a bias
     explicit = [
         *(f"{name} works on the scores" for name in program),
         *(["the scores are soft-capped"] if softcap else []),
-        *(["a bias is added to the scores"] if bias and need_lse else []),
+        *(["a bias is added to the scores"] if bias and need_lse and not fused else []),
         *(["dropout has no fused kernel on the CPU"] if dropout and device == "cpu" else []),
     ]
     if explicit:
@@ -129,27 +138,40 @@ def plan(
         return Plan("grouped", f"{rows} query rows a key head: two batched matmuls read the cache once")
     many = f"{rows} query rows a key head, more than {FEW_ROWS}"
     refused.append(("grouped", many if rows > FEW_ROWS else "a bias" if bias else "dropout"))
-    if need_lse and device == "cpu":
-        refused.append(("sdpa", "it does not return the log-sum-exp"))
-        return Plan("flash_cpu", "fused, with a log-sum-exp that has a gradient", tuple(refused))
+    lse = "it does not return the log-sum-exp"
+    if need_lse and not fused:
+        return Plan("tiled", f"the log-sum-exp is needed on {device}", (*refused, ("sdpa", lse)))
+    biased = bias and fused and rows > FEW_ROWS
+    if biased or (share is not None and rows > FEW_ROWS and (share <= WORTH or pairs >= LARGE)):
+        part = "" if share is None else f", {share:.0%} of all pairs"
+        why = f"fused, in blocks of query rows with the keys within their reach{part}"
+        no = "its gradient of a bias expands all scores" if biased else "it would take a mask of every query and key"
+        return Plan("banded", why, (*refused, ("sdpa", no)))
     if need_lse:
-        refused.append(("sdpa", "it does not return the log-sum-exp"))
-        return Plan("tiled", f"the log-sum-exp is needed on {device}", tuple(refused))
+        return Plan("flash_cpu", "fused, with a log-sum-exp that has a gradient", (*refused, ("sdpa", lse)))
     return Plan("sdpa", "fused scaled_dot_product_attention", tuple(refused))
 
 
 def plan_call(call: Call, program: Sequence[object] = (), *, need_lse: bool = False, dropout: float = 0.0) -> Plan:
     """`plan` for a call."""
+    from manyheads.core.kernels.banded import share
+
+    heads, t, groups, s = *call.q.shape[1:3], *call.k.shape[1:3]
+    program = [str(p) for p in (*program, *call.program)]
+    free = call.bias is None and (call.mask.is_causal or call.mask.is_full)
+    few = t * (heads // groups) <= FEW_ROWS
     return plan(
-        t=call.q.shape[2],
-        heads=call.q.shape[1],
-        groups=call.k.shape[1],
-        program=[str(p) for p in (*program, *call.program)],
+        t=t,
+        heads=heads,
+        groups=groups,
+        program=program,
         need_lse=need_lse,
         bias=call.bias is not None,
         softcap=call.softcap is not None,
         dropout=dropout > 0,
         device="cpu" if call.q.device.type == "meta" else call.q.device.type,  # only described
+        share=None if free or few or program else share(call.mask, heads, groups),
+        pairs=t * s,
     )
 
 

@@ -7,9 +7,12 @@ arXiv 2309.00071. ALiBi: Press et al. 2021, arXiv 2108.12409.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from manyheads.core.mask import Axis, cols_of, rows_of
 
 
 def inverse_frequencies(dim: int, base: float, device: torch.device | None = None) -> Tensor:
@@ -66,6 +69,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+
+
+def of_distance(values: Callable[[Tensor], Tensor], q: Axis, k: Axis) -> Tensor:
+    """A tile `[B or 1, H or 1, t, s]` of a function of i - j, the distance of a query's position from a key's.
+
+    Where positions count on, the function is asked once for each distance, and not for each pair.
+    """
+    if q.counted is None or k.counted is None or not q.length:
+        return values(rows_of(q.position) - cols_of(k.position))
+    nearest = q.counted - k.counted - k.length + 1
+    each = torch.arange(nearest, nearest + k.length + q.length - 1, device=q.device)[None, None, None]
+    return values(each).squeeze(-2).unfold(-1, k.length, 1).contiguous().flip(-1)
 
 
 def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:

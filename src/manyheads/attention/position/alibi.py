@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Bias
-from manyheads.core.mask import Mask, cols_of, rows_of
+from manyheads.core.mask import Mask
 from manyheads.core.part import Heads, Part, Position, Site
-from manyheads.core.position import alibi_slopes
+from manyheads.core.position import alibi_slopes, of_distance
 from manyheads.core.registry import register
 
 
@@ -46,9 +44,4 @@ class AlibiPosition(Position):
 
     def bias(self, mask: Mask, flow: Flow) -> Bias | None:
         slopes = alibi_slopes(self.heads, flow.x.device).to(flow.x.dtype)[None, :, None, None]
-
-        def tile(q: slice, k: slice) -> Tensor:
-            distance = rows_of(mask.q[q].position) - cols_of(mask.k[k].position)
-            return -slopes * distance.abs()
-
-        return tile
+        return lambda q, k: of_distance(lambda distance: -slopes * distance.abs(), mask.q[q], mask.k[k])

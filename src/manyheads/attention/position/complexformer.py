@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from manyheads.core.cost import Cost
 from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Part, Position, Site
-from manyheads.core.position import angles, inverse_frequencies, rotate
+from manyheads.core.position import angles, inverse_frequencies
 from manyheads.core.registry import register
 
 TINY = 1e-9
@@ -95,12 +96,28 @@ class ComplexPosition(Position):
         wide, width = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
         re, im = x.to(wide).chunk(2, -1)
         square = re * re + im * im
-        held = square < TINY
-        phase = torch.atan2(torch.where(held, im.detach(), im), torch.where(held, re.detach(), re)) * rate + shift
-        z = (square + TINY).sqrt() * torch.stack([phase.cos(), phase.sin()])
+        phase = _Phase.apply(re, im, square) * rate + shift
+        size = (square + TINY).sqrt()
+        re, im = size * phase.cos(), size * phase.sin()
 
         def make() -> tuple[Tensor, Tensor]:
             return angles(axis.position, inverse_frequencies(width, self.base, x.device), wide)
 
         cos, sin = axis.once((self.base, width, wide), make)
-        return rotate(torch.cat([*z], -1), cos, sin, "half").to(x.dtype)
+        return torch.cat([re * cos - im * sin, im * cos + re * sin], -1).to(x.dtype)
+
+
+class _Phase(torch.autograd.Function):
+    """atan2(im, re), without a gradient where re² + im² is below `TINY`."""
+
+    @staticmethod
+    def forward(ctx: Any, re: Tensor, im: Tensor, square: Tensor) -> Tensor:
+        ctx.save_for_backward(re, im, square)
+        return torch.atan2(im, re)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        re, im, square = ctx.saved_tensors
+        turn = grad * (square >= TINY) / square.clamp_min(TINY)
+        return -turn * im, turn * re, None

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Bias
-from manyheads.core.mask import Mask, cols_of, rows_of
+from manyheads.core.mask import Mask
 from manyheads.core.part import Heads, OptionError, Part, Position, Site
+from manyheads.core.position import of_distance
 from manyheads.core.registry import register
 
 
@@ -75,12 +76,13 @@ class WindowBiasPosition(Position):
         first[0] = 0
         middle, reach = ((t[None, :, None, None]) for t in (first + windows - 1, windows))
 
-        def tile(q: slice, k: slice) -> Tensor:
-            distance = rows_of(mask.q[q].position) - cols_of(mask.k[k].position)
-            within = distance.abs() < reach
-            return self.table.to(flow.x.dtype)[torch.where(within, middle + distance, 0)] * within
+        table = self.table.to(flow.x.dtype)
 
-        return tile
+        def values(distance: Tensor) -> Tensor:
+            within = distance.abs() < reach
+            return table[torch.where(within, middle + distance, 0)] * within
+
+        return lambda q, k: of_distance(values, mask.q[q], mask.k[k])
 
 
 def _entries(window: int) -> int:

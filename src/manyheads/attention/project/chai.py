@@ -102,9 +102,10 @@ class Request(NamedTuple):
     """What a pass knows of its sequences (several in a row of packed documents).
 
     rep: each token's representative of each head, slot: its place among the representatives, both `[B, T, H]`; reps
-    `[B, T, C]`. late `[B, T]`: whether a token comes after the first ones; begun `[B, 1]`: the newest time of first
-    tokens in earlier passes. early: q, k and v of the first tokens side by side, `[B, H, n, 3d]`, on their axis, with
-    the representatives there, `[B, n, H]`. document `[B, T]`.
+    `[B, T, C]`; without packed documents all tokens have the same, and T is 1. late `[B, T]`: whether a token comes
+    after the first ones; begun `[B, 1]`: the newest time of first tokens in earlier passes. early: q, k and v of the
+    first tokens side by side, `[B, H, n, 3d]`, on their axis, with the representatives there, `[B, n, H]`. document
+    `[B, T]`. whole: the pass is a document from its first token on, known without looking at data.
     """
 
     rep: Tensor
@@ -116,6 +117,7 @@ class Request(NamedTuple):
     axis: Axis
     early_rep: Tensor
     document: Tensor
+    whole: bool
 
 
 class CHAIProject(Project):
@@ -148,14 +150,14 @@ class CHAIProject(Project):
         """Only the keys of representatives are kept. (First tokens' are in the state; their rows here are not read.)"""
         if not self.shares:
             return rows
-        request = self._request(torch.cat([q, rows["k"], rows["v"]], -1), flow)
+        request = self._request((q, rows["k"], rows["v"]), flow)
         flow.memo["request"] = request
         return {"k": _pick(rows["k"], request.reps), "v": rows["v"]}
 
-    def _request(self, new: Tensor, flow: Flow) -> Request:
-        """From the q, k and v of this pass's tokens, `[B, H, T, 3d]`."""
-        batch, n = len(new), self.first
-        old = new.new_zeros(batch, self.heads, n, new.shape[-1]), new.new_full((batch, n), -1, dtype=torch.long)
+    def _request(self, new: tuple[Tensor, ...], flow: Flow) -> Request:
+        """From the q, k and v of this pass's tokens, `[B, H, T, d]` each."""
+        batch, n, device = len(new[0]), self.first, flow.q.time.device
+        old = new[0].new_zeros(batch, self.heads, n, 3 * self.width), flow.q.time.new_full((batch, n), -1)
         if flow.state:
             old = flow.state["first"], flow.state["first time"]
         document, count = _count(flow.q, batch)
@@ -164,7 +166,10 @@ class CHAIProject(Project):
         late = count >= n
         place = torch.where(flow.q.validity & ~late, document * n + count, documents * n)  # the last takes all others
         room = (documents - 1) * n + 1
-        early = nn.functional.pad(old[0], (0, 0, 0, room)).scatter(2, place[:, None, :, None].expand_as(new), new)
+        they = place.argsort(-1)[:, : documents * n]
+        rows = torch.cat([x.gather(2, they[:, None, :, None].expand(-1, self.heads, -1, self.width)) for x in new], -1)
+        to = place.gather(1, they)[:, None, :, None].expand_as(rows)
+        early = nn.functional.pad(old[0], (0, 0, 0, room)).scatter(2, to, rows)
         time = nn.functional.pad(old[1], (0, room), value=-1)
         time = time.scatter(1, place, flow.q.time.expand(batch, -1))
         early, time = early[:, :, :-1], time[:, :-1]
@@ -173,21 +178,21 @@ class CHAIProject(Project):
             known = flow.state["representative"][:, None]
         else:
             known = average_linkage(self._features(early, time), self.clusters)
-        rep = known.gather(1, document[..., None].expand(-1, -1, self.heads))
-        heads = torch.arange(self.heads, device=new.device)
+        rep = known if documents == 1 else known.gather(1, document[..., None].expand(-1, -1, self.heads))
+        heads = torch.arange(self.heads, device=device)
         stands = rep == heads
         reps = torch.where(stands, heads, self.heads).sort(-1).values[..., : self.clusters]
         slot = (stands.long().cumsum(-1) - 1).gather(-1, rep)
 
-        newest = document[:, -1:] * n + torch.arange(n, device=new.device)
-        flow.new_state["first"] = early.gather(2, newest[:, None, :, None].expand(-1, self.heads, -1, new.shape[-1]))
+        newest = document[:, -1:] * n + torch.arange(n, device=device)
+        flow.new_state["first"] = early.gather(2, newest[:, None, :, None].expand(-1, self.heads, -1, early.shape[-1]))
         flow.new_state["first time"] = time.gather(1, newest)
         flow.new_state["representative"] = rep[:, -1]
-        whose = torch.arange(documents, device=new.device).repeat_interleave(n)[None]
-        number = torch.arange(n, device=new.device).repeat(documents)[None]
-        axis = Axis(time.shape[1], None, number, time, whose, time >= 0, device=new.device)
-        begun = old[1].amax(-1, keepdim=True)
-        return Request(rep, slot, reps, late, begun, early, axis, known.repeat_interleave(n, 1), document)
+        whose = torch.arange(documents, device=device).repeat_interleave(n)[None]
+        number = torch.arange(n, device=device).repeat(documents)[None]
+        axis = Axis(time.shape[1], None, number, time, whose, time >= 0, device=device)
+        begun, whole = old[1].amax(-1, keepdim=True), flow.q.whole and not flow.state
+        return Request(rep, slot, reps, late, begun, early, axis, known.repeat_interleave(n, 1), document, whole)
 
     @torch.no_grad()
     def _features(self, early: Tensor, time: Tensor) -> Tensor:
@@ -201,17 +206,25 @@ class CHAIProject(Project):
         return maps[..., 1:, :].flatten(-2)
 
     def split(self, call: Call, flow: Flow) -> list[Call]:
-        """Later queries over later keys, over first keys, and first queries over first keys with every head."""
+        """Later queries over later keys, over first keys, and first queries over first keys with every head.
+
+        The keys of representatives that this pass cached are those of its own clusters: where it begins the sequence
+        later queries see all keys alike, in one call.
+        """
         request: Request | None = flow.memo.get("request")
         if request is None:
             return [call]
         axis, keys = call.mask.q, call.mask.k
+        far = self._far(call, request, flow)
+        _, k, v = request.early.chunk(3, -1)
+        if request.whole:
+            first = slice(0, min(self.first, axis.length))
+            mask = replace(call.mask, q=axis[first], k=keys[first])
+            return [far, replace(call, q=call.q[:, :, first], k=k[:, :, first], v=v[:, :, first], mask=mask)]
         past = keys[: keys.length - axis.length].time.expand(len(call.q), -1) > request.begun
         later = torch.cat([past, request.late], 1)
         queries = replace(axis, valid=axis.validity & request.late)
         mask = Mask(queries, replace(keys, valid=keys.validity & later), call.mask.rules)
-        far = self._far(call, request, flow)
-        _, k, v = request.early.chunk(3, -1)
         origin = keys.time[:, :1] - (0 if keys.rows is None else keys.rows[:, :1])
         early = replace(request.axis, rows=(request.axis.time - origin).clamp_min(0))  # a given mask has their columns
         queries = replace(queries, segment=request.document)
@@ -227,26 +240,42 @@ class CHAIProject(Project):
         """Few queries: a map for each cluster, read by all its heads. Many: every head's q and k are its cluster's."""
         if call.q.shape[2] <= FEW_ROWS:
             return replace(call, q=_pick(call.q, request.reps), program=(self.spread.bind(flow),))
-        past = request.slot[:, :1].expand(-1, call.k.shape[2] - request.slot.shape[1], -1)
-        return replace(call, q=_pick(call.q, request.rep), k=_pick(call.k, torch.cat([past, request.slot], 1)))
+        slot = request.slot
+        if slot.shape[1] > 1:
+            slot = torch.cat([slot[:, :1].expand(-1, call.k.shape[2] - slot.shape[1], -1), slot], 1)
+        return replace(call, q=_pick(call.q, request.rep), k=_pick(call.k, slot))
 
     def join(self, outs: list[Out], flow: Flow) -> Out:
+        if len(outs) == 1:
+            return outs[0]
+        request: Request = flow.memo["request"]
         far, *others = outs
-        if others and far.lse is not None and far.lse.shape[1] != self.heads:
-            far = replace(far, lse=far.lse.gather(1, flow.memo["request"].slot.transpose(1, 2)))
-        return merge([far, *others])
+        if far.lse is not None and far.lse.shape[1] != self.heads:
+            slot = request.slot.transpose(1, 2).expand(-1, -1, far.lse.shape[2])
+            far = replace(far, lse=far.lse.gather(1, slot))
+        if not request.whole:
+            return merge([far, *others])
+        first = others[0]
+        assert far.lse is not None and first.lse is not None
+        count = first.o.shape[2]
+        pairs = ((first.o, far.o), (first.lse, far.lse))
+        return Out(*(torch.cat([ours, x[:, :, count:]], 2) for ours, x in pairs))
 
 
 class Spread(Program):
     """Weights of clusters `[B, C, t, S]`, read by the heads in them over values of their own."""
 
     def read(self, weights: Tensor, call: Call, rows: slice, flow: Flow) -> Tensor:
-        slot = flow.memo["request"].slot[:, rows].transpose(1, 2)[..., None]
-        return weights.gather(1, slot.expand(-1, -1, -1, weights.shape[-1])) @ call.v
+        slot = flow.memo["request"].slot
+        slot = (slot[:, rows] if slot.shape[1] > 1 else slot).transpose(1, 2)[..., None]
+        return weights.gather(1, slot.expand(-1, -1, *weights.shape[2:])) @ call.v
 
 
 def _pick(x: Tensor, heads: Tensor) -> Tensor:
-    """Of x `[B, H, T, d]` at each token the heads `[B, T, M]`, as `[B, M, T, d]`."""
+    """Of x `[B, H, T, d]` at each token the heads `[B, T, M]` (T of 1: the same at all), as `[B, M, T, d]`."""
+    if heads.shape[1] == 1:
+        rows = heads[:, 0] + torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
+        return x.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
     return x.gather(1, heads.transpose(1, 2)[..., None].expand(-1, -1, -1, x.shape[-1]))
 
 

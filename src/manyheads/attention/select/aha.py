@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyheads.attention.windows import Near
+from manyheads.attention.windows import Far, Near
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
-from manyheads.core.kernel import Call, Out
-from manyheads.core.mask import Axis, Rule
+from manyheads.core.kernel import FEW_ROWS, Call, Out
+from manyheads.core.mask import Axis, Rule, causal
 from manyheads.core.part import Heads, OptionError, Part, Piece, Site
 from manyheads.core.registry import register
 
@@ -24,9 +24,9 @@ class AHA(Part):
     """o_h = g_h o_h^all + (1 - g_h) o_h^here, g = 1[r > threshold], r = σ(x W_r + b) `[B, T, H]`.
 
     o^all attends to all that the layer's mask allows, o^here to those keys nearer than `window` (itself included), two
-    softmaxes over the same q, k and v. With gradients both are computed and g is straight-through, g + r - stopgrad(r),
-    so that dr = <do, o^all - o^here>; without, one call with a mask a head and query gives the same. Every row is kept,
-    since a later token may look everywhere.
+    softmaxes over the same q, k and v. g is straight-through, g + r - stopgrad(r), so that dr = <do, o^all - o^here>.
+    The keys nearby and all others are two calls, and o^all is what merges them; without gradients few queries make one
+    call, with a mask a head and query. Every row is kept, since a later token may look everywhere.
 
     In training the mean of r over tokens and heads goes to the auxiliary losses as `aha`; the authors weigh it by 3e-4.
 
@@ -68,7 +68,6 @@ class AHA(Part):
 
 
 class AHASelect(Piece):
-    joins_by_lse = False
     unhooked = ("router",)
 
     def __init__(self, options: AHA, heads: Heads) -> None:
@@ -85,7 +84,7 @@ class AHASelect(Piece):
         return logits.sigmoid().transpose(1, 2)
 
     def rules(self, flow: Flow) -> tuple[Rule, ...]:
-        if torch.is_grad_enabled():
+        if self._apart(flow):
             return ()
         far = self.route(flow.x) > self.threshold
 
@@ -94,18 +93,26 @@ class AHASelect(Piece):
 
         return (near_or_far,)
 
+    @staticmethod
+    def _apart(flow: Flow) -> bool:
+        return torch.is_grad_enabled() or flow.q.length > FEW_ROWS
+
     def split(self, call: Call, flow: Flow) -> list[Call]:
-        if not torch.is_grad_enabled():
+        if not self._apart(flow):
             return [call]
-        return [call, replace(call, mask=call.mask & self.near)]
+        far = Far(self.near.sizes[0], causal in call.mask.rules)
+        return [replace(call, mask=call.mask & rule) for rule in (self.near, far)]
 
     def join(self, outs: list[Out], flow: Flow) -> Out:
         if len(outs) == 1:
             return outs[0]
-        everywhere, here = (out.o for out in outs)
+        here, far = outs
+        assert here.lse is not None and far.lse is not None
+        gap = far.lse - here.lse
+        share = gap.masked_fill(gap.isnan(), -torch.inf).sigmoid()  # of the far keys in the softmax over all
         r = self.route(flow.x)
         if flow.training:
             tokens = flow.q.validity.expand(len(r), -1)[:, None]
             flow.add_loss("aha", (r * tokens).sum() / (tokens.sum() * r.shape[1]))
-        gate = ((r > self.threshold).to(r.dtype) + (r - r.detach()))[..., None].to(here.dtype)
-        return Out(gate * everywhere + (1 - gate) * here)
+        gate = (r > self.threshold).to(r.dtype) + (r - r.detach())
+        return Out(here.o.lerp(far.o, (gate * share)[..., None].to(far.o.dtype)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manyheads.attention.windows import keep_newest
 from manyheads.core.flow import Flow
-from manyheads.core.mask import Axis, Rule, cols_of, rows_of
+from manyheads.core.mask import Axis, Rule, Span, cols_of, rows_of
 from manyheads.core.part import Heads, OptionError, Part, Piece, Site
 from manyheads.core.registry import register
 
@@ -59,9 +59,25 @@ class MultiWindowSelect(Piece):
         self.windows, self.shifted = windows, shifted
 
     def rules(self, flow: Flow) -> tuple[Rule, ...]:
-        return (self._together,)
+        return (Together(self.windows, self.shifted),)
 
-    def _together(self, q: Axis, k: Axis) -> Tensor:
+
+@dataclass(frozen=True)
+class Together:
+    """The rule of keys in the query's own window, of another size for each head."""
+
+    windows: tuple[int, ...]
+    shifted: bool
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(Span(1 - window, window - 1) if window else Span() for window in self.windows)
+
+    def of(self, heads: slice) -> Together | None:
+        windows = self.windows[heads]
+        return Together(windows, self.shifted) if any(windows) else None
+
+    def __call__(self, q: Axis, k: Axis) -> Tensor:
         windows = torch.tensor(self.windows, device=q.device)[None, :, None, None]
         size = windows.clamp_min(1)
         first = size // 2 if self.shifted else 0

@@ -35,6 +35,13 @@ def equal_widths(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return pad(call.q), pad(call.k), pad(call.v)
 
 
+def dense_mask(call: Call) -> Tensor | None:
+    """What to add to the scores of every query and key, the bias and -inf where a key is hidden; None: nothing."""
+    if call.bias is None:
+        return None if call.mask.is_full else call.mask.additive(call.q.dtype)
+    return call.bias(slice(None), slice(None)).to(call.q.dtype) + call.mask.additive(call.q.dtype)
+
+
 def masked_softmax(scores: Tensor, visible: Tensor | None, *, sees_some: bool = False) -> Tensor:
     """Softmax over visible keys, in float32 or wider; zero rows where nothing is visible (sees_some: no such row)."""
     wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype

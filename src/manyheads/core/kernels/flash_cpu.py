@@ -1,26 +1,31 @@
-"""Fused CPU attention that also returns a log-sum-exp with a gradient.
+"""Fused CPU attention that also returns a log-sum-exp with a gradient, and has one for a bias.
 
-PyTorch's CPU flash operator returns the log-sum-exp but no gradient for it. Its backward computes
-dP = dO Vᵀ - rowsum(dO ∘ O): a value channel of ones whose saved output is zero adds d lse to dP, which is exactly the
-missing term.
+PyTorch's CPU flash operator returns the log-sum-exp but no gradient for it. Its backward reads O for one thing only,
+dP = dO Vᵀ - rowsum(dO ∘ O): with O - dO · dlse / |dO|² in its place dlse is added to dP, which is exactly the missing
+term. A bias needs the gradient of every score; where it wants one the backward pass is written out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from manyheads.core.kernel import Call, Out, ScoreProgram
-from manyheads.core.kernels.common import equal_widths, refuse
+from manyheads.core.kernels.common import dense_mask, equal_widths, refuse
 
-_PAD = 8  # the operator wants widths in steps of a vector register
+LEAST = 2.0**-50
+"""Each channel of an output's gradient where that is zero, to make room for the gradient of a log-sum-exp."""
+LOG2E = math.log2(math.e)
 
 
-class _FlashWithLse(torch.autograd.Function):
+class _Flash(torch.autograd.Function):
+    """o and lse (0 where a query sees nothing) of q, k, v and an additive mask `[B or 1, H or 1, T, S]`."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, triangle: bool
@@ -28,36 +33,67 @@ class _FlashWithLse(torch.autograd.Function):
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, triangle, attn_mask=mask, scale=scale
         )
-        ctx.save_for_backward(q, k, v, o, lse, mask)
+        ctx.save_for_backward(q, k, v, mask, o, lse)
         ctx.call = (scale, triangle)
+        ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        do, dlse = grads
-        q, k, v, o, lse, mask = ctx.saved_tensors
-        scale, triangle = ctx.call
-        v = F.pad(F.pad(v, (0, 1), value=1.0), (0, _PAD - 1))
-        do = F.pad(torch.cat([do, dlse[..., None].to(do.dtype)], -1), (0, _PAD - 1))
-        q, k, o = (F.pad(t, (0, _PAD)) for t in (q, k, o))
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do.contiguous(), q, k, v, o, lse, 0.0, triangle, attn_mask=mask, scale=scale
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, o, lse = ctx.saved_tensors
+        (scale, triangle), dtype = ctx.call, q.dtype
+        do = torch.zeros_like(o) if do is None else do
+        if ctx.needs_input_grad[3]:
+            return *_written_out(do, dlse, q, k, v, mask, o, lse, scale), None, None
+        if dlse is not None:
+            q, k, v, mask = (x if x is None else x.to(lse.dtype) for x in (q, k, v, mask))
+            do, o = _with_lse(do.to(lse.dtype), dlse, o.to(lse.dtype))
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, triangle, attn_mask=mask, scale=scale
         )
-        return dq[..., :-_PAD], dk[..., :-_PAD], dv[..., :-_PAD], None, None, None
+        return *(grad.to(dtype) for grad in grads), None, None, None
+
+
+def _with_lse(do: Tensor, dlse: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+    """dO and what stands for O; where dO is zero it gets a little of its own, too little to tell."""
+    size = (do * do).sum(-1, keepdim=True)
+    none = size < LEAST**2
+    do = torch.addcmul(none.to(do.dtype) * LEAST, do, (~none).to(do.dtype))
+    size = size.masked_fill(none, LEAST**2 * do.shape[-1])
+    return do, torch.addcmul(o, do, dlse[..., None] / size, value=-1)
+
+
+def _written_out(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v and mask, the weights made anew: P = exp(S - lse), dS = P ∘ (dP - rowsum(dO ∘ O)).
+
+    Powers are of 2, which PyTorch computes in vectors; those of e are many times slower where they come near zero.
+    """
+    shape, flat = (*q.shape[:3], k.shape[2]), k.shape[0] * k.shape[1]
+    shift = (do * o).sum(-1, dtype=lse.dtype)
+    shift = shift if dlse is None else shift - dlse
+    # the queries that share a key head are rows of one matrix
+    rows, drows, keys, values = (x.to(lse.dtype).reshape(flat, -1, x.shape[-1]) for x in (q, do, k, v))
+    weights = (rows @ (keys * (scale * LOG2E)).mT).view(shape).add_(mask * LOG2E).sub_(lse[..., None] * LOG2E).exp2_()
+    dscores = (drows @ values.mT).view(shape).sub_(shift[..., None]).mul_(weights)
+    dmask = dscores.sum_to_size(mask.shape).to(mask.dtype)
+    weights, dscores = (x.view(flat, -1, shape[-1]) for x in (weights, dscores))
+    grads = zip((dscores @ keys * scale, dscores.mT @ rows * scale, weights.mT @ drows), (q, k, v), strict=True)
+    return *(grad.view(x.shape).to(x.dtype) for grad, x in grads), dmask
 
 
 def flash_cpu(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = True, dropout: float = 0.0) -> Out:
-    refuse("flash_cpu", call, program, dropout=dropout)
+    refuse("flash_cpu", call, program, dropout=dropout, bias=True)
     if call.q.device.type != "cpu":
         raise ValueError(f"kernel 'flash_cpu' runs on the CPU; the call is on {call.q.device}")
     q, k, v = equal_widths(call)
-    triangle = call.mask.is_causal and q.shape[2] > 1
-    mask = seen = None
-    if not triangle and not call.mask.is_full:
-        mask = call.mask.additive(q.dtype).expand(q.shape[0], q.shape[1], -1, -1)
-        seen = mask.isfinite().any(-1)
-    o, lse = _FlashWithLse.apply(q, k, v, mask, call.scale, triangle)
-    o = o[..., : call.v.shape[-1]]
-    if seen is not None:
-        o, lse = o.masked_fill(~seen[..., None], 0.0), lse.masked_fill(~seen, -torch.inf)
-    return Out(o, lse)
+    triangle = call.mask.is_causal and call.bias is None and q.shape[2] > 1
+    mask = None if triangle else dense_mask(call)
+    o, lse = _Flash.apply(q, k, v, mask, call.scale, triangle)
+    if not need_lse:
+        return Out(o[..., : call.v.shape[-1]])
+    if mask is not None:
+        lse = lse.masked_fill(mask.detach().amax(-1) == -torch.inf, -torch.inf)
+    return Out(o[..., : call.v.shape[-1]], lse)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from manyheads.core.kernel import Call, Out, ScoreProgram, warn_once
-from manyheads.core.kernels.common import equal_widths, refuse
+from manyheads.core.kernels.common import dense_mask, equal_widths, refuse
 from manyheads.core.kernels.tiled import TILE_BYTES
 
 
@@ -18,15 +16,10 @@ def sdpa(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = F
     if need_lse:
         raise ValueError("kernel 'sdpa' returns no log-sum-exp; use 'flash_cpu', 'grouped' or 'tiled'")
     q, k, v = equal_widths(call)
-    mask: Tensor | None = None
     triangle = call.mask.is_causal and call.bias is None and q.shape[2] > 1
-    if not triangle and not (call.mask.is_full and call.bias is None):
-        mask = call.mask.tile()
-    if call.bias is not None:
-        assert mask is not None
-        mask = call.bias(slice(None), slice(None)).to(q.dtype).masked_fill(~mask, -torch.inf)
-        if mask.nbytes > TILE_BYTES:
-            warn_once("kernel 'sdpa' holds the score bias of all queries and keys at once; 'tiled' bounds its memory")
+    mask = None if triangle else dense_mask(call)
+    if call.bias is not None and mask is not None and mask.nbytes > TILE_BYTES:
+        warn_once("kernel 'sdpa' holds the score bias of all queries and keys at once; 'banded' bounds its memory")
     o = F.scaled_dot_product_attention(
         q, k, v, mask, dropout, triangle, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
     )

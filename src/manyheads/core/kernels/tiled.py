@@ -31,7 +31,7 @@ def tiled(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = 
     maps = heads * max([1, *(p.maps for p in program)])
     row_bytes = max(1, batch * maps * s * call.q.element_size())
     rows = max(1, min(t, TILE_BYTES // row_bytes))
-    if call.mask.reach(slice(0, 1)) < s:
+    if call.mask.reach(slice(0, 1)) != slice(0, s):
         rows = min(rows, max(FEWEST_ROWS, -(-t // 8)))
     recompute = t * row_bytes > KEPT_BYTES and rows < t and torch.is_grad_enabled()
     each = heads // call.k.shape[1]
@@ -55,7 +55,8 @@ def _tile(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     rows = slice(max(0, cut.start - halo), cut.stop)
     own = slice(cut.start - rows.start, None)
-    keys = slice(0, call.mask.reach(cut))
+    reach = call.mask.reach(cut)
+    keys = slice(0, reach.stop) if program else reach  # programs may keep maps from the first key on
     near = replace(call, k=call.k[:, :, keys], v=call.v[:, :, keys], mask=replace(call.mask, k=call.mask.k[keys]))
     q, k, v = call.q[:, :, rows], k[:, :, keys], v[:, :, keys]
     scores = next((x for p in program if (x := p.scores(q, k, call.scale)) is not None), None)
