@@ -174,10 +174,10 @@ class SMHAProject(GQAProject):
         if not self.some or flow.rows is None:
             return ()
         keys, times = flow.rows.axis, self.heads // self.kv_heads
-        joins, joined = flow.memo["joins"].transpose(1, 2), flow.memo["joined"]
-        joins, joined = (each.repeat_interleave(times, 1) for each in (joins, joined))
 
         def together(q: Axis, k: Axis) -> Tensor:
+            both = flow.memo["joins"].transpose(1, 2), flow.memo["joined"]
+            joins, joined = (each.repeat_interleave(times, 1) for each in both)
             return joins[:, :, q.within(flow.q), None] & joined[:, :, None, k.within(keys)]
 
         return (together,)
