@@ -372,7 +372,7 @@ def test_an_unknown_kernel_names_those_that_exist():
         ({"t": 64, "heads": 2, "groups": 2, "bias": True}, "banded", ["not sdpa: its gradient of a bias expands"]),
         ({"t": 64, "heads": 2, "groups": 2, "bias": True, "device": "cuda"}, "sdpa", []),
         ({"t": 64, "heads": 2, "groups": 2, "bias": True, "share": 0.31, "device": "cuda"}, "banded", []),
-        ({"t": 1, "heads": 2, "groups": 2, "bias": True, "need_lse": True}, "flash_cpu", ["not grouped: a bias"]),
+        ({"t": 1, "heads": 2, "groups": 2, "bias": True, "need_lse": True}, "grouped", []),
         ({"t": 64, "heads": 2, "groups": 2, "share": 0.31}, "banded", ["31% of all pairs", "not sdpa: it would"]),
         ({"t": 64, "heads": 2, "groups": 2, "share": 0.31, "need_lse": True}, "banded", []),
         ({"t": 64, "heads": 2, "groups": 2, "share": 0.31, "need_lse": True, "device": "cuda"}, "tiled", []),

@@ -195,8 +195,18 @@ def test_a_reader_uses_the_chunk_keys_of_the_rows_it_reads():
     assert torch.isfinite(second(y, links=links)).all()
     with pytest.raises(ValueError, match="reads the rows of layer 0, which links do not hold"):
         second(y)
-    with pytest.raises(ValueError, match="by rope when rows are written, those of layer 0 by rope when rows are read"):
-        Stack([spec, "gqa(kv_heads=2)"], DIM, HEADS, kv_source=[None, 0])
+
+
+def test_its_rows_are_those_of_any_layer():
+    """Cached rotated: a plain layer may read them, and they equal a plain layer's."""
+    plain, spec, x = "gqa(kv_heads=2)", "gqa(kv_heads=2) + longheads(chunk=2, chunks=4, start=0)", batch(TOKENS)
+    layer = make(spec)
+    caches = Cache(), Cache()
+    for each, cache in zip((layer, twin(layer, plain)), caches, strict=True):
+        each(x, cache=cache)
+    for ours, theirs in zip(*(cache.site(0).growing.values() for cache in caches), strict=True):
+        assert torch.equal(ours.rows(), theirs.rows())
+    assert torch.isfinite(Stack([spec, plain], DIM, HEADS, kv_source=[None, 0])(torch.randn(1, TOKENS, DIM))).all()
 
 
 @pytest.mark.parametrize("w", [1, 2, 4])

@@ -79,7 +79,7 @@ def test_distances_written_out(spec):
 def test_components_run_on_fused_kernels(spec):
     layer, x = make(spec), batch()
     assert layer.explain(queries=64).kernel == "flash_cpu" and layer.explain(queries=1).kernel == "grouped"
-    want = layer(x)
+    want, layer.few_rows = layer(x), 0
     for name in ("flash_cpu", "grouped", "tiled"):
         with using(name):
             close(layer(x), want)

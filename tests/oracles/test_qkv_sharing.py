@@ -39,7 +39,7 @@ def call_of(layer, x, monkeypatch, **options):
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "attend", lambda call, *a, **k: seen.append(call) or solve(call, *a, **k))
         layer(x, **options)
-    return seen[0]
+    return seen[0].whole
 
 
 def logits(layer, x, monkeypatch):

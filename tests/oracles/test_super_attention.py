@@ -44,6 +44,7 @@ def test_forms_are_attention_with_identity_projections_bit_for_bit(position):
     optimised, x = make(f"super-attention(form=optimised){position}"), batch()
     assert torch.equal(twin(optimised, f"gqa{position}", project__v_proj__weight=EYE)(x), optimised(x))
     efficient = twin(optimised, f"super-attention(form=efficient){position}")
+    efficient.few_rows = 0  # for few queries keys are never turned, which is another order of sums
     both = {"project__k_proj__weight": EYE, "project__v_proj__weight": EYE}
     assert torch.equal(twin(efficient, f"gqa{position}", **both)(x), efficient(x))
 

@@ -28,7 +28,7 @@ TOGETHER = tuple(law for law in LAWS if law.__name__ not in ALONE_ONLY)
 """What combinations can break; the other laws are held on each part alone, and on triples."""
 
 BOTH_WAYS = Site(causal=False)
-UNORDERED = {"batch", "gradients", "kernels", "views", "spec_line", "save_load", "train_equals_eval"}
+UNORDERED = {"batch", "gradients", "kernels", "views", "sides", "spec_line", "save_load", "train_equals_eval"}
 """The laws that say nothing of an order of tokens."""
 
 # Found by hand: combinations where two parts meet in an unusual way.

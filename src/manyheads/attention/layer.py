@@ -8,6 +8,7 @@ Parts act through hooks (see `manyheads.core.part`); this file knows none of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from manyheads.core.cache import Cache, Entry, write_stock
 from manyheads.core.flow import Flow, Links, Rows, View
-from manyheads.core.kernel import Bias, Call, Out, Plan, attend, plan_call
+from manyheads.core.kernel import FEW_ROWS, Bias, Call, Out, Plan, attend, plan_call
 from manyheads.core.mask import Axis, Given, Mask, Rule, causal
 from manyheads.core.part import (
     BoundProgram,
@@ -57,7 +58,10 @@ class Attention(nn.Module):
         self.spec = Spec.parse(spec).resolve(site)
         self.dim, self.heads, self.site, self.dropout = dim, heads, site, dropout
         pieces: dict[str, list[Piece]] = {stage: [] for stage in self.spec.by_stage}
+        self.few_rows, self.read_heads = FEW_ROWS, heads
         for part, before, after in self.spec.layouts(dim, heads, site):
+            if part.stage == "project":
+                self.read_heads = after.kv
             piece = part.build(before, after, site)
             piece.at = part.at
             pieces[part.stage].append(piece)
@@ -106,6 +110,27 @@ class Attention(nn.Module):
         self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
         self.splitting = [piece for piece in self._pieces() if type(piece).split is not Piece.split]
         self.in_order = any(piece.in_order for piece in self._pieces())
+        self._place_moves()
+
+    def _place_moves(self) -> None:
+        """Decide whether few queries, which read many rows, take what acts on rows as they are read upon themselves."""
+        late, positions = self.late_transforms, cast(Sequence[Position], self.positions)
+        turning = [] if self.layout.rotary is None else [p for p in positions if type(p).turn is not Position.turn]
+        whole = range(self.layout.qk_width)
+        self.spreads = (
+            self.rotate_at == "read" and not late and not self.project.turns_values and len(turning) == 1
+            and type(turning[0]).apart is not Position.apart and whole[self.layout.rotary] == whole
+        )  # fmt: skip
+        plain = all(piece in late for piece in self.splitting) and not (
+            self.scan is not None
+            or any(type(piece).bias is not Position.bias for piece in positions)
+            or any(isinstance(piece, Program) for piece in self.attends)
+        )
+        linear = all(piece.linear for piece in late) and not any(piece.mixes for piece in late[1:])
+        cut = bool(late) and late[0].mixes and whole[self.layout.content] != whole
+        placed = all(piece.places for piece in late) and all(piece.alike for piece in turning)
+        turns = bool(turning) and self.rotate_at != "write" and not placed
+        self.moves = plain and linear and not cut and not turns
 
     def forward(
         self,
@@ -140,12 +165,11 @@ class Attention(nn.Module):
             q = self._turn(q, "q", flow.q)
         flow.rows = self._rows(q, flow, cache)
         flow.view = self.view(flow.q.length)
-        q, k, v, axes = self._read(q, flow)
-        call = Call(q, k, v, self._mask(flow, *axes, mask), self.layout.scale)
+        call = self._read(q, flow, mask)
         for piece in cast(Sequence[Position], self.positions):
             bias = piece.bias(call.mask, flow)
             if bias is not None:
-                call = Call(q, k, v, call.mask, call.scale, bias)
+                call = replace(call, bias=bias)
         o = self._heads(call, flow)
         if self.project.turns_values:
             o = self._turn(o, "v", flow.q, back=True)
@@ -289,36 +313,50 @@ class Attention(nn.Module):
         tensors = write_stock(cache, self.site.layer, rows, self.entries)
         return Rows(tensors, _stock_axis(flow.q, first, next(iter(tensors.values())).shape[2]))
 
-    def _read(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, tuple[Axis, Axis]]:
-        """q, k, v as the kernel takes them, after transforms and rotation on the reading side, and their axes."""
+    def _read(self, q: Tensor, flow: Flow, mask: Tensor | Mask | None) -> Call:
+        """The attention problem, after transforms and rotation on the reading side, or with them on the queries."""
         for piece in self.late_transforms:
             q = self._edit(q, piece.on_q, flow)
         for piece in self.asking:
             q = piece.ask(q, flow)
-        if flow.view == "absorbed":
-            for piece in reversed(self.late_transforms):
-                q = self._edit(q, piece.k_adjoint, flow)
+        flow.few = q.shape[2] * self.layout.q <= self.few_rows * self.read_heads
+        flow.moved = flow.view == "absorbed" or (self.moves and flow.few)
+        spread: tuple[Tensor, ...] = ()
+        if self.spreads and flow.moved:
+            q, spread = self._apart(self._turn(q, "q", flow.q), flow)
+        for piece in reversed(self.late_transforms) if flow.moved else ():
+            q = self._edit(q, piece.k_adjoint, flow)
         q, k, v, axis = self.project.keys(q, flow)
-        axes = flow.q, axis
+        axes, beside = (flow.q, axis), 1
         for piece in self.late_transforms:
             axes = piece.axes(*axes)
-            if flow.view == "expanded":
+            if not flow.moved:
                 k = self._edit(k, piece.on_k, flow)
             if not self._after(flow):
                 v = piece.on_v(v, flow)
-        if self.rotate_at == "read":
+            elif piece.mixes and piece not in self.splitting:
+                beside = v.shape[1]
+        axes = (axes[0], axis) if flow.moved else axes
+        if self.rotate_at == "read" and not spread:
             q, k = self._turn(q, "q", axes[0]), self._turn(k, "k", axes[1])
             v = self._turn(v, "v", axes[1]) if self.project.turns_values else v
-        return q, k, v, axes
+        return Call(q, k, v, self._mask(flow, *axes, mask), self.layout.scale, beside=beside, spread=spread)
+
+    def _apart(self, q: Tensor, flow: Flow) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Turned queries as they meet keys that are not, each key times tables."""
+        assert flow.rows is not None
+        found = (piece.apart(q, flow.rows.axis) for piece in cast(Sequence[Position], self.positions))
+        return next(each for each in found if each is not None)
 
     def _after(self, flow: Flow) -> bool:
-        """Values are final only after `undo`, so transforms of them come behind it (they are linear: see `view`)."""
-        return flow.view == "absorbed" or self.project.undoes
+        """Whether transforms of values come behind `undo`, on head outputs (they are linear: see `view`)."""
+        return flow.moved or self.project.undoes
 
     def view(self, queries: int) -> View:
         """How a pass reads its rows: the absorbed view pays while few queries read many latents."""
         views = self.project.views
-        if len(views) == 1 or self.scan is not None or not all(piece.linear for piece in self.late_transforms):
+        turns = self.rotate_at == "read" and self.layout.rotary is not None and not self.spreads
+        if len(views) == 1 or turns or self.scan is not None or not all(p.linear for p in self.late_transforms):
             return cast(View, views[0])
         return "absorbed" if queries <= self.project.absorb_below else "expanded"
 
@@ -350,7 +388,7 @@ class Attention(nn.Module):
         if not pieces:
             return attend(call, self._program(flow), need_lse=need_lse, dropout=self.dropout if self.training else 0.0)
         piece, *rest = pieces
-        calls = piece.split(call, flow)
+        calls = piece.split(call.whole, flow)
         lse = need_lse or (len(calls) > 1 and piece.joins_by_lse)
         return piece.join([self._attend(each, rest, flow, lse) for each in calls], flow)
 

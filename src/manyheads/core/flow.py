@@ -48,8 +48,10 @@ class Flow:
 
     x: query side `[B, T, D]`; source: key side (x, or the context of cross-attention). q: axis of the queries; new:
     axis of the rows written in this pass. mask: as it was given, bool `[B or 1, H or 1, T, S]`, else None. state /
-    new_state: per-sequence tensors before and after. turn: rotates what rotates of "q" or "k", for parts that place
-    keys themselves (`Piece.places`). described: the pass is only described (`explain`): shapes are there, numbers not.
+    new_state: per-sequence tensors before and after. few: queries are so few that work on all rows belongs on their
+    side. moved: keys and values are left as they are cached, and what transforms do at read is done to queries and head
+    outputs. turn(x, "q" or "k", axis, back=False): rotates what rotates of it, for parts that place keys themselves.
+    described: the pass is only described (`explain`): shapes are there, numbers not.
     """
 
     x: Tensor
@@ -66,9 +68,11 @@ class Flow:
     new_state: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[str, Any] = field(default_factory=dict)
     view: View = "expanded"
+    few: bool = False
+    moved: bool = False
     training: bool = False
     described: bool = False
-    turn: Callable[[Tensor, str, Axis], Tensor] = lambda x, name, axis: x
+    turn: Callable[..., Tensor] = lambda x, name, axis, back=False: x
 
     def add_loss(self, name: str, loss: Tensor) -> None:
         """An auxiliary loss of this layer, found by the trainer in `links.aux['<layer>.<name>']`."""

@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -27,6 +27,10 @@ class Call:
 
     scale multiplies the scores and is always explicit. softcap: scores become `softcap · tanh(score / softcap)`.
     program: score programs of this call alone, which run after those of the layer.
+
+    Rows may stay as they are cached, for few queries to read: where q is m times as wide, m rows of k side by side are
+    a key; `beside` rows of v are a value; with `spread`, tables `[B or 1, 1, S, E]`, a key is [k ∘ table, …] over the
+    tables, each over its m rows. Parts and most kernels see such a call `whole`.
     """
 
     q: Tensor
@@ -37,6 +41,30 @@ class Call:
     bias: Bias | None = None
     softcap: float | None = None
     program: tuple[ScoreProgram, ...] = ()
+    beside: int = 1
+    spread: tuple[Tensor, ...] = ()
+
+    @property
+    def key_rows(self) -> int:
+        """How many rows of k side by side are a key."""
+        return max(1, self.q.shape[-1] // (self.k.shape[-1] * max(1, len(self.spread))))
+
+    @property
+    def whole(self) -> Call:
+        """The same call, keys and values formed."""
+        if self.key_rows == self.beside == 1 and not self.spread:
+            return self
+        spread = [self.k * table for table in self.spread] or [self.k]
+        k = torch.cat([_side_by_side(k, self.key_rows) for k in spread], -1)
+        v = _side_by_side(self.v, self.beside)
+        heads = max(k.shape[1], v.shape[1])
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+        return replace(self, k=k, v=v, beside=1, spread=())
+
+
+def _side_by_side(x: Tensor, rows: int) -> Tensor:
+    """`[B, G·rows, S, w]` as `[B, G, S, rows·w]`."""
+    return x if rows == 1 else x.unflatten(1, (-1, rows)).transpose(2, 3).flatten(3)
 
 
 class Deferred(Sequence[Call]):
@@ -124,17 +152,18 @@ def plan(
     """
     refused: list[tuple[str, str]] = []
     fused = device == "cpu"  # with a log-sum-exp, and a gradient of a bias
+    rows = t * (heads // groups)
+    few = rows <= FEW_ROWS and not dropout
     explicit = [
         *(f"{name} works on the scores" for name in program),
         *(["the scores are soft-capped"] if softcap else []),
-        *(["a bias is added to the scores"] if bias and need_lse and not fused else []),
+        *(["a bias is added to the scores"] if bias and need_lse and not (few or fused) else []),
         *(["dropout has no fused kernel on the CPU"] if dropout and device == "cpu" else []),
     ]
     if explicit:
         reason = " and ".join(explicit)
         return Plan("tiled", f"{reason}; tiles of query rows bound the memory", (("sdpa", reason), ("grouped", reason)))
-    rows = t * (heads // groups)
-    if rows <= FEW_ROWS and not bias and not dropout:
+    if few and (need_lse or not bias):
         return Plan("grouped", f"{rows} query rows a key head: two batched matmuls read the cache once")
     many = f"{rows} query rows a key head, more than {FEW_ROWS}"
     refused.append(("grouped", many if rows > FEW_ROWS else "a bias" if bias else "dropout"))
@@ -198,6 +227,8 @@ def attend(
         kernel = plan_call(call, program, need_lse=need_lse, dropout=dropout).kernel
     elif kernel not in KERNELS:
         raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
+    if kernel != "grouped":
+        call = call.whole
     return KERNELS[kernel](call, (*program, *call.program), need_lse=need_lse, dropout=dropout)
 
 

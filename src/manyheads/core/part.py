@@ -363,12 +363,15 @@ class Project(Piece):
 class Transform(Piece):
     """Changes head features. `x` of the hooks holds the content channels of each head, `[B, heads, N, width]`.
 
-    linear: k_map and v_map exist, so that the transform also acts where keys are never formed (an absorbed view).
+    linear: k_adjoint and v_after exist, so that the transform also acts where keys are never formed: in an absorbed
+    view, and where few queries read many rows, which are then left as they are cached.
     commutes: with a rotation that is the same for every head, so that rows may be rotated before it (`Position.alike`).
+    mixes: heads, so that k_adjoint returns, and v_after takes, all the heads that it mixes side by side.
     """
 
     linear = False
     commutes = False
+    mixes = False
 
     def on_q(self, q: Tensor, flow: Flow) -> Tensor:
         return q
@@ -408,6 +411,10 @@ class Position(Piece):
         """The same for queries, where they turn otherwise than keys."""
         return self.turn(q, axis)
 
+    def apart(self, q: Tensor, axis: Axis) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """q' `[B, H, T, tables · width]` and tables over the keys' axis with q'·[k ∘ table, …] = q·turn(k), if any."""
+        return None
+
     def turn_back(self, x: Tensor, axis: Axis) -> Tensor:
         """The inverse of `turn`."""
         if type(self).turn is not Position.turn:
@@ -421,7 +428,8 @@ class Position(Piece):
 class Program(Piece):
     """An attend part on the explicit path. Shapes `[B, H, t, S]`; `rows` are the query rows of the tile.
 
-    scores, normalise and read return None to leave the plain product, softmax and weighted sum of values in place.
+    scores, normalise and read return None to leave the plain product, softmax and weighted sum of values in place; k
+    and the values are of key heads, `[B, G, S, E]`.
     maps, terms: see `ScoreProgram`.
     """
 

@@ -64,11 +64,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
     `half` pairs channel p with p + pairs; `interleaved` pairs 2p with 2p + 1.
     """
-    if layout == "half":
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    a, b = pairs(x, layout)
+    turned = x * unpair(cos, cos, layout)
+    return turned.addcmul_(unpair(b, a, layout), unpair(-sin, sin, layout))
+
+
+def pairs(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """The first and the second channel of each pair."""
+    if layout != "half":
+        return x[..., 0::2], x[..., 1::2]
+    a, b = x.chunk(2, -1)
+    return a, b
+
+
+def unpair(a: Tensor, b: Tensor, layout: str) -> Tensor:
+    """The inverse of `pairs`."""
+    return torch.cat([a, b], -1) if layout == "half" else torch.stack([a, b], -1).flatten(-2)
 
 
 def of_distance(values: Callable[[Tensor], Tensor], q: Axis, k: Axis) -> Tensor:

@@ -250,6 +250,17 @@ def views(case: Case) -> None:
         close(*each, what=f"absorbed and expanded {what}")
 
 
+def sides(case: Case) -> None:
+    """Work that few queries take from the rows upon themselves gives the same outputs and gradients as on the rows."""
+    layer, valid, results = case.layer(), case.valid, []
+    for rows in (0, case.tokens * case.heads):
+        layer.few_rows, x = rows, case.x.requires_grad_()
+        y = layer(x, mask=valid)[valid]
+        results.append((y.detach(), torch.autograd.grad(y.pow(2).sum(), x)[0]))
+    for each, what in zip(zip(*results, strict=True), ("outputs", "gradients"), strict=True):
+        close(*each, what=f"{what} of few queries and of many")
+
+
 def masks(case: Case) -> None:
     """An explicit mask is the whole truth: a triangle is the causal order, a query that sees nothing gives nothing."""
     layer, x = case.layer(), case.x.requires_grad_()
@@ -338,7 +349,7 @@ def shared_rows(case: Case) -> None:
 
 LAWS: tuple[Callable[[Case], None], ...] = (
     spec_line, decode, single_precision, batch, causality, gradients, cost, save_load, train_equals_eval, kernels,
-    views, masks, packed, rollback, stock_cache,
+    views, sides, masks, packed, rollback, stock_cache,
 )  # fmt: skip
 """Every law, cheap ones first."""
 

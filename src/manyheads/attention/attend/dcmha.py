@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manyheads.attention.mixing import mixed
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
@@ -121,15 +122,17 @@ class DCMHAProgram(Program):
                 a, flow.rows[f"dcmha {step}"][:, :, : a.shape[3]], "s"
             )  # a tile holds the keys within reach
         if step in self.static:
-            total = total + (self.static[step].T @ a.flatten(2)).unflatten(2, a.shape[2:])
+            total = total + mixed(a, self.static[step])
         return total
 
     def _by(self, a: Tensor, side: Tensor, token: str) -> Tensor:
         """What one side adds to `a` `[B, H, t, S]`; `token` names the axis of `a` that its tokens are on."""
         w1, w2, g = side.split([self.rank, self.rank, 1], 1)
-        mixed = torch.einsum(f"bhts,br{token}h->brts", a, w1)
+        narrow = torch.einsum(f"bhts,br{token}h->brts", a, w1)
         g = g[:, 0].transpose(1, 2)
-        return torch.einsum(f"brts,br{token}h->bhts", mixed, w2) + a * (g[..., None] if token == "t" else g[:, :, None])
+        return torch.einsum(f"brts,br{token}h->bhts", narrow, w2) + a * (
+            g[..., None] if token == "t" else g[:, :, None]
+        )
 
 
 class Side(nn.Module):

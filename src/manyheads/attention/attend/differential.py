@@ -86,9 +86,8 @@ class DifferentialAttend(Piece):
 
     def split(self, call: Call, flow: Flow) -> list[Call]:
         q = call.q.unflatten(1, (-1, self.ratio + 1))
-        v = torch.cat([call.v[:, 0::2], call.v[:, 1::2]], -1)
-        signal = replace(call, q=q[:, :, : self.ratio].flatten(1, 2), k=call.k[:, 0::2], v=v)
-        return [signal, replace(call, q=q[:, :, self.ratio], k=call.k[:, 1::2], v=v)]
+        signal = replace(call, q=q[:, :, : self.ratio].flatten(1, 2), k=call.k[:, 0::2], beside=2)
+        return [signal, replace(call, q=q[:, :, self.ratio], k=call.k[:, 1::2], beside=2)]
 
     def join(self, outs: list[Out], flow: Flow) -> Out:
         signal, noise = outs

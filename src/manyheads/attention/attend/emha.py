@@ -121,14 +121,14 @@ class EMHAProgram(Program):
         _join(self.cross_out, h, h * (self.cross_out.in_channels // heads))
 
     def scores(self, q: Tensor, k: Tensor, scale: float, flow: Flow) -> Tensor:
-        k = k[:, :: k.shape[1] // self.kv_heads]  # given once for each query head
-        return ((q * scale)[:, :, None] @ k[:, None].transpose(-1, -2)).flatten(1, 2)
+        rows = (q * scale).flatten(1, 2)[:, None] @ k.transpose(-1, -2)  # broadcast over key heads, no key is copied
+        return rows.unflatten(2, q.shape[1:3]).transpose(1, 2).flatten(1, 2)
 
     def before(self, scores: Tensor, visible: Tensor, rows: slice, flow: Flow) -> Tensor:
-        x = _apply(self.inner_in, scores, visible).relu()
+        x = _apply(self.inner_in, scores, visible).relu_()
         if self.inner_out is not None and self.cross_in is not None:
             x = _apply(self.inner_out, x, visible)
-            x = _apply(self.cross_in, x, visible).relu()
+            x = _apply(self.cross_in, x, visible).relu_()
             visible = visible.any(1, keepdim=True)  # these hidden maps are of no single head
         return _apply(self.cross_out, x, visible)
 
@@ -144,10 +144,21 @@ def _apply(conv: nn.Conv2d, maps: Tensor, visible: Tensor) -> Tensor:
     than its own, which the softmax hides.
     """
     if conv.kernel_size[1] == 1:
-        return conv(maps)
+        return _pointwise(conv, maps)
     if visible.shape[1] > 1:
         visible = visible.repeat_interleave(maps.shape[1] // visible.shape[1], 1)
     return conv(maps.masked_fill(~visible, 0.0))
+
+
+def _pointwise(conv: nn.Conv2d, maps: Tensor) -> Tensor:
+    """A convolution one cell wide, as one product for each sequence and group (several times faster on a CPU)."""
+    weight = conv.weight.flatten(1).unflatten(0, (conv.groups, -1)).repeat(len(maps), 1, 1)
+    x = maps.unflatten(1, (conv.groups, -1)).flatten(0, 1).flatten(2)
+    if conv.bias is None:
+        y = weight @ x
+    else:
+        y = torch.baddbmm(conv.bias.view(conv.groups, -1, 1).repeat(len(maps), 1, 1), weight, x)
+    return y.view(len(maps), -1, *maps.shape[2:])
 
 
 def _split(conv: nn.Conv2d, h: Tensor, source: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Call
+from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, OptionError, Part, Piece, Program, Site
 from manyheads.core.registry import register
 
@@ -100,15 +101,45 @@ class Mixture(Piece):
         self.prior = nn.Parameter(torch.full(places, -math.log(m - 1))) if options.sums else None
 
     def split(self, call: Call, flow: Flow) -> list[Call]:
+        if flow.few and self.shift is None and call.bias is None:
+            return self._where_they_are(call)
         q, keys = self.components(call, flow)
         return [replace(call, q=q, k=k, scale=1.0) for k in keys.unbind(1)]
+
+    def _where_they_are(self, call: Call) -> list[Call]:
+        """Few queries: keys stay as they are cached, and what does not depend on both sides is a bias of the scores."""
+        keys, wide = call.k.unflatten(1, (len(self.precisions), -1)), torch.promote_types(call.q.dtype, torch.float32)
+        each, c = call.q.shape[1] // keys.shape[2], self._precision(call)
+        own = torch.linalg.vector_norm(call.q, dim=-1, keepdim=True, dtype=wide).square()
+
+        def component(k: Tensor, c: Tensor, prior: Tensor | float) -> Call:
+            norm = torch.linalg.vector_norm(k, dim=-1, dtype=wide).square()
+            level = (prior - c * norm).repeat_interleave(each, 1)[:, :, None]
+
+            def bias(rows: slice, at: slice) -> Tensor:
+                return (level[..., at] - c * own[:, :, rows]).to(k.dtype)
+
+            return replace(call, k=k, scale=1.0, q=(2 * c * call.q).to(k.dtype), bias=bias)
+
+        priors = self._prior(call.mask.k, wide).unbind(1) if self.prior is not None else [0.0] * len(c)
+        return [component(*each) for each in zip(keys.unbind(1), c, priors, strict=True)]
+
+    def _precision(self, call: Call) -> Tensor:
+        """c `[M]`."""
+        c = call.q.new_tensor(self.precisions) if self.log_precision is None else self.log_precision.exp()
+        return c * call.scale
+
+    def _prior(self, axis: Axis, wide: torch.dtype) -> Tensor:
+        """log π `[B or 1, M, G, S]`."""
+        assert self.prior is not None
+        place = axis.position.clamp(0, self.prior.shape[-1] - 1)
+        return F.logsigmoid(self.prior[..., place].to(wide)).permute(2, 0, 1, 3)
 
     def components(self, call: Call, flow: Flow) -> tuple[Tensor, Tensor]:
         """[q, 1, ‖q‖²] `[B, H, T, E + 2]` and [2 c k, log π - c ‖k‖², -c] `[B, M, G, S, E + 2]`."""
         q, axis, m = call.q, call.mask.k, len(self.precisions)
         wide = torch.promote_types(q.dtype, torch.float32)
-        c = q.new_tensor(self.precisions) if self.log_precision is None else self.log_precision.exp()
-        c = (c * call.scale)[:, None, None, None]
+        c = self._precision(call)[:, None, None, None]
         if self.shift is None:
             k = call.k.unflatten(1, (m, -1))
         else:
@@ -116,8 +147,7 @@ class Mixture(Piece):
             k = call.k[:, None] - flow.turn(shifts, "k", axis).unflatten(1, (m, -1))
         level = -c * k.to(wide).pow(2).sum(-1, keepdim=True)
         if self.prior is not None:
-            place = axis.position.clamp(0, self.prior.shape[-1] - 1)
-            level = level + F.logsigmoid(self.prior[..., place].to(wide)).permute(2, 0, 1, 3)[..., None]
+            level = level + self._prior(axis, wide)[..., None]
         norm = q.to(wide).pow(2).sum(-1, keepdim=True)
         sides = ((q, torch.ones_like(norm), norm), (2 * c * k, level, (-c).expand_as(level)))
         q, k = (torch.cat([channels.to(q.dtype) for channels in side], -1) for side in sides)
@@ -132,5 +162,9 @@ class HardMixture(Mixture, Program):
         return [replace(call, q=q, k=keys.permute(0, 2, 3, 1, 4).flatten(3), scale=1.0)]
 
     def scores(self, q: Tensor, k: Tensor, scale: float, flow: Flow) -> Tensor:
-        each = k.unflatten(-1, (-1, q.shape[-1])).unbind(-2)
-        return torch.stack([scale * q @ component.transpose(-1, -2) for component in each]).amax(0)
+        rows, each = (
+            q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) * scale,
+            k.unflatten(-1, (-1, q.shape[-1])).unbind(-2),
+        )
+        best = torch.stack([rows @ component.transpose(-1, -2) for component in each]).amax(0)
+        return best.unflatten(2, (-1, q.shape[2])).flatten(1, 2)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from manyheads.attention.mixing import mixed
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, Part, Program, Site
@@ -56,12 +57,7 @@ class TalkingHeadsProgram(Program):
         self.weights = nn.Parameter(torch.eye(heads))
 
     def before(self, scores: Tensor, visible: Tensor, rows: slice, flow: Flow) -> Tensor:
-        return _mix(scores, self.logits)
+        return mixed(scores, self.logits)
 
     def after(self, weights: Tensor, visible: Tensor, rows: slice, flow: Flow) -> Tensor:
-        return _mix(weights, self.weights)
-
-
-def _mix(x: Tensor, mixer: Tensor) -> Tensor:
-    """`[B, H, T, S]` over its heads by `[H, H']`, one matmul on a flat view."""
-    return (mixer.T @ x.flatten(2)).unflatten(2, x.shape[2:])
+        return mixed(weights, self.weights)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from manyheads.attention.latent import per_head
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Bias
@@ -75,7 +76,8 @@ class RelativePosition(Position):
             rows, keys = mask.q[q], mask.k[k]
             first, last = self._reach(rows, keys)
             cut = slice(self.context + first, self.context + last + 1)
-            by_distance = queries[:, :, q] @ self.embedding[cut].permute(1, 2, 0) + self.position_bias[cut].T[:, None]
+            by_distance = per_head(queries[:, :, q], self.embedding[cut].permute(1, 2, 0))
+            by_distance = by_distance + self.position_bias[cut].T[:, None]
             offset = cols_of(keys.position) - rows_of(rows.position)
             index = offset.clamp(first, last) - first
             return (by_distance.gather(-1, index.expand(*by_distance.shape[:3], -1)) * self.scale).to(queries.dtype)

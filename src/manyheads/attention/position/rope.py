@@ -14,9 +14,11 @@ from manyheads.core.part import Heads, OptionError, Part, Position, Site
 from manyheads.core.position import (
     angles,
     inverse_frequencies,
+    pairs,
     rotate,
     scale_llama3,
     scale_yarn,
+    unpair,
     yarn_magnitude,
 )
 from manyheads.core.registry import register
@@ -123,8 +125,17 @@ class RopePosition(Position):
         return rotate(x, *self._angles(x, axis), self.options.pairing)
 
     def turn_back(self, x: Tensor, axis: Axis) -> Tensor:
-        cos, sin = self._angles(x, axis)
-        return rotate(x, cos, -sin, self.options.pairing) / self.options.growth() ** 2  # both cos and sin have grown
+        cos, sin = (table / self.options.growth() ** 2 for table in self._angles(x, axis))  # both have grown
+        return rotate(x, cos, -sin, self.options.pairing)
+
+    def apart(self, q: Tensor, axis: Axis) -> tuple[Tensor, tuple[Tensor, ...]]:
+        pairing = self.options.pairing
+        a, b = pairs(q, pairing)
+        tables = axis.once(
+            (self.options, q.shape[-1], q.dtype, "tables"),
+            lambda: tuple(unpair(t, t, pairing) for t in self._angles(q, axis)),
+        )
+        return torch.cat([q, unpair(b, -a, pairing)], -1), tables
 
     def _angles(self, x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
         options, width = self.options, x.shape[-1]

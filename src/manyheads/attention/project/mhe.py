@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
+from manyheads.core.kernel import FEW_ROWS
 from manyheads.core.mask import Axis
 from manyheads.core.part import Heads, Part, Project, Site
 from manyheads.core.registry import register
@@ -26,14 +27,15 @@ class MHE(Part):
     mul: q_h = q ∘ (1 + e^q_h), k_h = k ∘ (1 + e^k_h), v_h = v ∘ (1 + e^v_h); add: q_h = q + e^q_h and so on.
     o_h = softmax(q_h k_hᵀ / √d) v_h, y = concat(o) W_O. Caches the shared k and v, 2d numbers a token.
 
-    Where keys do not rotate this is multi-query attention (the absorbed view): mul moves e^k onto the queries and e^v
-    onto the outputs; add gives scores a part q_h·e^k_h, the same for every key, and outputs the part e^v_h · Σ weights.
-    So e^k of add is inert there and left out, unless key_embedding asks for it. With RoPE the embeddings come before
-    rotation, where e^k matters (it sees distances), and each head's keys are formed when they are read.
+    Absorbed, this is multi-query attention: mul moves e^k onto the queries and e^v onto the outputs; add gives scores a
+    part q_h·e^k_h and outputs the part e^v_h · Σ weights. Where keys do not rotate, the former is the same for every
+    key, so e^k of add is inert there and left out, unless key_embedding asks for it. With RoPE the embeddings come
+    before rotation, where e^k matters (it sees distances); few queries then read k ∘ cos and k ∘ sin in place of every
+    head's rotated keys, at twice the width (add: cos and sin alone too, four times).
 
     Options: combine. head_dim (default D/H). key_embedding: whether e^k exists; by default for mul, and for add where
-    keys rotate. view: `auto` absorbs where nothing rotates; `expanded` forms every head's keys, which parts that need
-    them ask for.
+    keys rotate. view: `auto` absorbs where nothing rotates, or for few queries; `expanded` forms every head's keys,
+    which parts that need them ask for.
 
     Choices the paper leaves open: embeddings from N(0, 0.02²); the 1 + of mul, without which heads would start near
     zero; the order with RoPE (the paper's models have absolute positions).
@@ -90,8 +92,9 @@ class MHEProject(Project):
         super().__init__()
         self.heads, self.mul = heads.q, options.combine == "mul"
         self.turns = heads.rotary
-        if options.view == "auto" and heads.rotary is None:
-            self.views, self.absorb_below = ("expanded", "absorbed"), 2**31
+        if options.view == "auto":
+            self.views = ("expanded", "absorbed")
+            self.absorb_below = max(1, FEW_ROWS // heads.q) if heads.rotary else 2**31
         width, source = heads.qk_width, site.context_dim or heads.dim
 
         def embedding() -> nn.Parameter:
@@ -104,6 +107,7 @@ class MHEProject(Project):
             self.entries = {"k": Entry(1, width), "v": Entry(1, width)}
         self.q_heads, self.v_heads = embedding(), embedding()
         self.k_heads = embedding() if options.embeds_keys(heads) else None
+        self.key_heads = {"absorbed": 1 if self.mul or self.k_heads is None else 2}
         self.o_proj = nn.Linear(heads.out * heads.out_width, heads.dim, bias=False)
 
     def _embed(self, x: Tensor, embedding: Tensor | None) -> Tensor:
@@ -123,11 +127,14 @@ class MHEProject(Project):
         k, v, axis = flow.rows["k"], flow.rows["v"], flow.rows.axis
         if flow.view == "expanded":
             return q, self._embed(k, self.k_heads), self._embed(v, self.v_heads), axis
-        if self.mul:
-            return (q if self.k_heads is None else q * (1 + self.k_heads[:, None])), k, v, axis
-        if self.k_heads is not None:
-            q, k = torch.cat([q, (q * self.k_heads[:, None]).sum(-1, keepdim=True)], -1), F.pad(k, (0, 1), value=1.0)
-        return q, k, F.pad(v, (0, 1), value=1.0), axis  # a channel of ones returns the sum of the weights
+        if self.k_heads is not None:  # before any rotation, which leaves each channel of q by itself
+            parts = q.unflatten(-1, (-1, k.shape[-1]))
+            own = parts * self.k_heads[:, None, None]
+            if self.mul:
+                q = (parts + own).flatten(-2)
+            else:  # k + e, as k beside ones
+                q, k = torch.stack([parts, own], -2).flatten(-3), torch.cat([k, torch.ones_like(k)], 1)
+        return q, k, v if self.mul else F.pad(v, (0, 1), value=1.0), axis  # ones return the sum of the weights
 
     def undo(self, o: Tensor, flow: Flow) -> Tensor:
         if flow.view == "expanded":

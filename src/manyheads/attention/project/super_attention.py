@@ -130,9 +130,10 @@ class SuperAttentionProject(Project):
         if "x" in flow.past:
             past = flow.past["x"]
             rows, axis = torch.cat([past[""], x], 2), past.axis.cat(new)
-        align = self.align.tril() if self.causal else self.align
-        mix = align[:, new.position[:, :, None], axis.position[:, None]].transpose(0, 1)  # [B or 1, 1 or H, T, S]
+        to, of = new.position[:, :, None], axis.position[:, None]
+        mix = self.align[:, to, of].transpose(0, 1)  # [B or 1, 1 or H, T, S]
         mix = mix * Mask(new, axis, (causal,) if self.causal else ()).tile()
+        mix = mix * (of <= to)[:, None] if self.causal else mix
         return torch.einsum("bgts,bghsd->bghtd", mix, rows.unflatten(1, (mix.shape[1], -1))).flatten(1, 2)
 
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:

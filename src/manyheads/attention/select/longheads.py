@@ -28,14 +28,15 @@ from manyheads.core.registry import register
 class LongHeads(Part):
     """From position `start` on, a query reads `chunks` chunks of `chunk` keys, renumbered so that they join up.
 
-    Chunk key of a completed chunk and head, from queries, keys and values before rotation: q̄, k̄ rotated by their place
-    in the chunk; u = mean of softmax(q̄ k̄ᵀ s) v over the chunk, both ways; c = softmax(u k̄ᵀ s) k̄ `[d]`.
+    Chunk key of a completed chunk and head, from its queries, keys and values: q̄, k̄ rotated by their place in the
+    chunk; u = mean of softmax(q̄ k̄ᵀ s) v over the chunk, both ways; c = softmax(u k̄ᵀ s) k̄ `[d]`.
     A query of chunk j reads the first chunk, j - 1, j (up to itself), and of the others those with the largest q · c,
     q before rotation. The keys of the chosen chunks, in order, take positions 0, 1, 2, … and the query that of its own
     key, so that no distance reaches chunk · chunks; o = softmax(q kᵀ s) v there. Earlier queries attend as usual.
 
-    Nothing is learned. Caches keys before rotation, H · d / chunk numbers a token for chunk keys, and queries of the
-    newest chunk - 1 tokens. A query gathers the keys that it reads; long passes do so a few queries at a time.
+    Nothing is learned. Caches H · d / chunk numbers a token for chunk keys, and queries of the newest chunk - 1 tokens.
+    Keys are cached rotated, as ever: what moves to another place, whole chunks and the query, turns back by the way. A
+    query gathers the keys that it reads; long passes do so a few queries at a time.
 
     Options: chunk, chunks (at least 3), start (default chunk · chunks; less only changes the order of sums).
 
@@ -92,8 +93,6 @@ class LongHeads(Part):
 
 
 class LongHeadsSelect(Piece):
-    places = True
-
     def __init__(self, options: LongHeads, heads: Heads, site: Site) -> None:
         super().__init__()
         self.chunk, self.chunks, self.source = options.chunk, options.chunks, site.kv_source
@@ -114,7 +113,7 @@ class LongHeadsSelect(Piece):
         late = replace(call, mask=call.mask & self._is_late)
         makers: list[Callable[[], Call]] = []
         if early:
-            makers.append(partial(self._usual, call, flow, first))
+            makers.append(partial(self._usual, call, first))
         table = grid.last(call.k.shape[2]).rows(call.mask.k)
         gathered_floats = 2 * call.q[:, :, :1].numel() * self.chunk * self.chunks  # of one query
         step = max(1, TILE_BYTES // (gathered_floats * call.q.element_size()))
@@ -148,20 +147,31 @@ class LongHeadsSelect(Piece):
             return True, q.length
         return bool((~late & q.validity).any()), int(some.long().argmax())
 
-    def _usual(self, call: Call, flow: Flow, first: int) -> Call:
-        mask = call.mask if first == call.q.shape[2] else call.mask & self._is_early
-        q, k = flow.turn(call.q, "q", call.mask.q), flow.turn(call.k, "k", call.mask.k)
-        return replace(call, q=q, k=k, mask=mask)
+    def _usual(self, call: Call, first: int) -> Call:
+        return call if first == call.q.shape[2] else replace(call, mask=call.mask & self._is_early)
 
     def _joined_up(self, call: Call, flow: Flow, grid: Chunks, keys: Tensor, table: Tensor, cut: slice) -> Call:
         """The queries of `cut`, each with the keys of its chunks at their new positions."""
-        own = grid.last(call.q.shape[2])
-        chosen = self._choose(call.q[:, :, cut], keys, own.of[:, cut], own.first[:, cut])
+        own, mask = grid.last(call.q.shape[2]), call.mask
+        still = flow.turn(call.q[:, :, cut], "q", mask.q[cut], back=True)
+        chosen = self._choose(still, keys, own.of[:, cut], own.first[:, cut])
         near = gathered(call, rows_in(chosen, table, self.chunk), cut)
-        last = (chosen.shape[3] - 1) * self.chunk + call.mask.q[cut].position % self.chunk
-        position = last.expand(len(chosen), -1).flatten()[:, None]
-        q = flow.turn(near.q, "q", Axis(1, None, position, position, device=position.device))
-        return replace(near, q=q, k=flow.turn(near.k, "k", near.mask.k))
+        last = ((chosen.shape[3] - 1) * self.chunk + mask.q[cut].position % self.chunk).expand(len(chosen), -1)
+        q = still.transpose(1, 2).flatten(0, 1)[:, :, None]
+        for place in (last, torch.zeros_like(last)):  # twice, since keys that go back lose the factor of turning
+            q = flow.turn(q, "q", _axis(place.flatten()[:, None]))
+        return replace(near, q=q, k=self._moved(near.k, flow, chosen, table, mask.k))
+
+    def _moved(self, k: Tensor, flow: Flow, chosen: Tensor, table: Tensor, axis: Axis) -> Tensor:
+        """Gathered keys `[B·t, H, n · chunk, E]` turned back by as far as their chunk moves."""
+        places = torch.arange(table.shape[1], device=k.device) % self.chunk
+        position = axis.position.expand(len(table), -1).gather(1, table.clamp_min(0)) - places
+        begins = position.masked_fill(table < 0, 0).unflatten(1, (-1, self.chunk)).amax(-1)  # of each chunk
+        begins = begins.expand(len(chosen), -1)[:, None, None].expand(*chosen.shape[:3], -1)
+        by = begins.gather(-1, chosen.clamp_min(0)) - torch.arange(chosen.shape[3], device=k.device) * self.chunk
+        k = k.unflatten(2, (-1, self.chunk)).flatten(0, 1).transpose(1, 2)
+        k = flow.turn(k, "k", _axis(by.transpose(1, 2).flatten(0, 2)), back=True)
+        return k.transpose(1, 2).flatten(1, 2).unflatten(0, (-1, chosen.shape[1]))
 
     @torch.no_grad()
     def _choose(self, q: Tensor, keys: Tensor, own: Tensor, first: Tensor) -> Tensor:
@@ -190,7 +200,7 @@ class LongHeadsSelect(Piece):
         rows = part._replace(of=part.of - base, count=count).rows(axis)
         complete = (rows >= 0).unflatten(-1, (count, w)).all(-1)
         if not cached or complete.any():
-            made = self._make_keys(call, flow, queries, recent, rows)
+            made = self._make_keys(call, flow, queries[:, :, queries.shape[2] - recent :], axis, rows)
             at = torch.where(complete, base + torch.arange(count, device=base.device), grid.count)
             keys = keys.scatter(2, at[:, None, :, None].expand_as(made), made)
         keys = flow.links.handed[flow.layer] = keys[:, :, : grid.count]
@@ -198,22 +208,30 @@ class LongHeadsSelect(Piece):
         flow.new_state |= {"queries": queries[:, :, queries.shape[2] - (w - 1) :].clone(), "chunk_keys": keys}
         return keys
 
-    def _make_keys(self, call: Call, flow: Flow, queries: Tensor, recent: int, rows: Tensor) -> Tensor:
-        """c of each chunk whose rows, counted from the `recent` newest, are all there: `[B, H, count, d]`."""
+    def _make_keys(self, call: Call, flow: Flow, queries: Tensor, recent: Axis, rows: Tensor) -> Tensor:
+        """c of each chunk whose rows, counted along the newest tokens, are all there: `[B, H, count, d]`."""
         batch, heads, _, _ = queries.shape
         index, places = rows.clamp_min(0).expand(batch, -1)[:, None, :, None], rows.shape[1]
         inside = torch.arange(places, device=rows.device)[None] % self.chunk
-        axis = Axis(places, None, inside, inside, device=rows.device)
 
         def pick(x: Tensor) -> Tensor:
-            x = x[:, :, x.shape[2] - recent :]
+            x = x[:, :, x.shape[2] - recent.length :]
             return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+        def placed(x: Tensor, name: str) -> Tensor:
+            """Turned by the place in the chunk alone."""
+            still = flow.turn(x[:, :, x.shape[2] - recent.length :], name, recent, back=True)
+            return flow.turn(pick(still), name, _axis(inside))
 
         def fold(x: Tensor) -> Tensor:
             x = x.repeat_interleave(heads // x.shape[1], 1)
             return x.unflatten(2, (-1, self.chunk)).transpose(1, 2).flatten(0, 1)
 
-        q, k = fold(flow.turn(pick(queries), "q", axis)), fold(flow.turn(pick(call.k), "k", axis))
+        q, k = fold(placed(queries, "q")), fold(placed(call.k, "k"))
         u = F.scaled_dot_product_attention(q, k, fold(pick(call.v)), scale=call.scale).mean(2, keepdim=True)
         c = F.scaled_dot_product_attention(u, k, k, scale=call.scale)
         return c[:, :, 0].unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _axis(position: Tensor) -> Axis:
+    return Axis(position.shape[1], None, position, position, device=position.device)

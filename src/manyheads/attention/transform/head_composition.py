@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from manyheads.attention.mixing import mixed
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, OptionError, Part, Site, Transform
@@ -62,7 +63,7 @@ class HeadComposition(Part):
         return heads._replace(kv=composites)
 
     def build(self, before: Heads, after: Heads, site: Site) -> HeadCompositionTransform:
-        return HeadCompositionTransform(before.kv, after.kv)
+        return HeadCompositionTransform(before.kv, after.kv, after.q)
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         weights = before.kv * after.kv
@@ -70,23 +71,30 @@ class HeadComposition(Part):
 
 
 class HeadCompositionTransform(Transform):
-    commutes = True
+    linear = commutes = mixes = True
 
-    def __init__(self, components: int, composites: int) -> None:
+    def __init__(self, components: int, composites: int, queries: int) -> None:
         super().__init__()
+        self.each = queries // composites
         start = torch.eye(components)[:, torch.arange(composites) * components // composites]
         self.k, self.v = nn.Parameter(start.clone()), nn.Parameter(start.clone())
 
     def on_k(self, k: Tensor, flow: Flow) -> Tensor:
-        return _compose(k, self.k)
+        return mixed(k, self.k)
 
     def on_v(self, v: Tensor, flow: Flow) -> Tensor:
-        return _compose(v, self.v)
+        return mixed(v, self.v)
 
+    def k_adjoint(self, q: Tensor, flow: Flow) -> Tensor:
+        """Σ_i W_K[i, j] q·k_i: each component's share of the query."""
+        return (q[..., None, :] * self._of_queries(self.k)[..., None]).flatten(-2)
 
-def _compose(x: Tensor, mixer: Tensor) -> Tensor:
-    """`[B, c, S, d]` by `[c, G]` to `[B, G, S, d]`."""
-    return (mixer.T @ x.flatten(2)).unflatten(2, x.shape[2:])
+    def v_after(self, o: Tensor, flow: Flow) -> Tensor:
+        return (o.unflatten(-1, (self.v.shape[0], -1)) * self._of_queries(self.v)[..., None]).sum(-2)
+
+    def _of_queries(self, mixer: Tensor) -> Tensor:
+        """`[H, 1, c]`, the column of each query head's composite."""
+        return mixer.T.repeat_interleave(self.each, 0)[:, None]
 
 
 def virtual_heads(weight: Tensor, heads: int, components: int) -> tuple[Tensor, Tensor]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from manyheads.attention.mixing import mixed
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
-from manyheads.core.kernel import Call, Out, merge
+from manyheads.core.kernel import Call, Deferred, Out, merge
 from manyheads.core.mask import Axis, Mask, Rule, causal, cols_of, rows_of
 from manyheads.core.part import Heads, OptionError, Part, Site, Transform
 from manyheads.core.registry import register
+
+MADE_BYTES = 4 * 2**20
+"""Keys made at a time for a few queries, few enough to stay in the processor's caches."""
 
 Order = Literal["interleaved", "block", "token"]
 
@@ -88,10 +94,12 @@ class IHA(Part):
 
 
 class IHATransform(Transform):
+    linear = mixes = True
+
     def __init__(self, options: IHA, heads: Heads, site: Site) -> None:
         super().__init__()
         self.pseudo, self.order = options.pseudo or heads.q, options.order
-        self.commutes = self.order == "token"
+        self.commutes, self.places = self.order == "token", self.order != "token"
         self.ranked = self.order == "interleaved" and site.causal and not site.cross
         noise = options.noise if self.order == "token" else 0.0
 
@@ -130,24 +138,67 @@ class IHATransform(Transform):
         return axis.once(("iha", self.pseudo, self.order), make)
 
     def rules(self, flow: Flow) -> tuple[Rule, ...]:
-        return (self._rank,) if self.ranked else ()
+        return (self._rank,) if self.ranked and not flow.moved else ()
 
     def _rank(self, q: Axis, k: Axis) -> Tensor:
         """Of its own token a pseudo-token sees those up to itself."""
-        before = cols_of(k.position % self.pseudo) <= rows_of(q.position % self.pseudo)
-        return before | (cols_of(k.time) != rows_of(q.time))
+        return self._sees(k.position % self.pseudo, q, k)
 
-    def split(self, call: Call, flow: Flow) -> list[Call]:
-        """With no rule but these two the mask is the plain triangle of the long sequence, which kernels know."""
-        if call.mask.rules != (causal, self._rank) or flow.rows is None:
+    def _sees(self, rank: Tensor, q: Axis, k: Axis) -> Tensor:
+        """Keys of so high a rank, of all earlier tokens and of a pseudo-token's own up to itself."""
+        return (cols_of(rank) <= rows_of(q.position % self.pseudo)) | (cols_of(k.time) != rows_of(q.time))
+
+    def split(self, call: Call, flow: Flow) -> Sequence[Call]:
+        if flow.described:
             return [call]
+        if flow.moved:
+            return self._by_rank(call, flow)
+        if self.places:
+            q, k = flow.turn(call.q, "q", call.mask.q), flow.turn(call.k, "k", call.mask.k)
+            call = replace(call, q=q, k=k)
+        return [replace(call, mask=self._triangle(call.mask, flow))]
+
+    def _triangle(self, mask: Mask, flow: Flow) -> Mask:
+        """With no rule but these two the mask is the plain triangle of the long sequence, which kernels know."""
+        if mask.rules != (causal, self._rank) or flow.rows is None:
+            return mask
         q, k, pseudo = flow.q, flow.rows.axis, self.pseudo
         if q.start is None or k.start is None or not (q.whole and k.whole):
-            return [call]
-        q, k = (
-            Axis(n * pseudo, start * pseudo, device=q.device) for n, start in ((q.length, q.start), (k.length, k.start))
+            return mask
+        long_q, long_k = (
+            Axis(n * pseudo, at * pseudo, device=q.device) for n, at in ((q.length, q.start), (k.length, k.start))
         )
-        return [replace(call, mask=Mask(q, k))]
+        return Mask(long_q, long_k)
+
+    def _by_rank(self, call: Call, flow: Flow) -> Sequence[Call]:
+        """Few queries: for each p, and some keys at a time, a problem over keys and values made for it alone.
+
+        q̃·R(nP + p) k̃_p = R(-p) q̃ · (Σ_m a_K[m, g, p] R(nP) k_m), so keys turn once for all p.
+        """
+        mask, first = call.mask, flow.q.start
+        plain = mask.rules == (causal,) and mask.k.start == 0 and first is not None and mask.q.whole and mask.k.whole
+        step = max(1, MADE_BYTES // (call.k[:, :, :1].numel() * call.k.element_size()))
+
+        @lru_cache(maxsize=1)
+        def some(at: int) -> tuple[Tensor, Tensor, Mask]:
+            keys, near = slice(at, at + step), replace(mask, k=mask.k[at : at + step])
+            k = call.k[:, :, keys]
+            if self.places:
+                k = flow.turn(k, "k", replace(near.k, given_position=near.k.position * self.pseudo, memo={}))
+            past = plain and at + near.k.length <= (first or 0)
+            return k, call.v[:, :, keys], replace(near, rules=()) if past else near
+
+        def of(at: int, rank: int) -> Call:
+            q, (k, v, seen) = call.q, some(at)
+            if self.places:
+                q = flow.turn(q, "q", replace(mask.q, given_position=mask.q.position - rank, memo={}))
+            if self.ranked and rank and seen.rules:
+                seen = seen & (lambda q, k: self._sees(torch.full_like(k.time, rank), q, k))
+            return replace(call, q=q, k=mixed(k, self.k[..., rank]), v=mixed(v, self.v[..., rank]), mask=seen)
+
+        return Deferred(
+            [partial(of, at, rank) for at in range(0, call.k.shape[2], step) for rank in range(self.pseudo)]
+        )
 
     def join(self, outs: list[Out], flow: Flow) -> Out:
         o = merge(outs).o.unflatten(2, (-1, self.pseudo))
@@ -158,5 +209,4 @@ class IHATransform(Transform):
 
 def _interleave(x: Tensor, mixer: Tensor) -> Tensor:
     """`[B, m, N, d]` by `[m, h, P]` to `[B, h, N·P, d]`, the pseudo-tokens of a token side by side."""
-    mixed = (mixer.flatten(1).T @ x.flatten(2)).unflatten(1, mixer.shape[1:]).unflatten(3, x.shape[2:])
-    return mixed.transpose(2, 3).flatten(2, 3)
+    return mixed(x, mixer.flatten(1)).unflatten(1, mixer.shape[1:]).transpose(2, 3).flatten(2, 3)

@@ -34,13 +34,11 @@ def tiled(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = 
     if call.mask.reach(slice(0, 1)) != slice(0, s):
         rows = min(rows, max(FEWEST_ROWS, -(-t // 8)))
     recompute = t * row_bytes > KEPT_BYTES and rows < t and torch.is_grad_enabled()
-    each = heads // call.k.shape[1]
-    k, v = (x if each == 1 else x.repeat_interleave(each, 1) for x in (call.k, call.v))
     halo = max([0, *(p.halo for p in program)])
     tiles = []
     for first in range(0, t, rows):
         cut = slice(first, min(first + rows, t))
-        args = (call, program, k, v, cut, halo, need_lse, dropout)
+        args = (call, program, cut, halo, need_lse, dropout)
         if recompute:
             tiles.append(checkpoint(_tile, *args, use_reentrant=False))
         else:
@@ -50,18 +48,17 @@ def tiled(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = 
 
 
 def _tile(
-    call: Call, program: Sequence[ScoreProgram], k: Tensor, v: Tensor, cut: slice, halo: int, need_lse: bool,
-    dropout: float,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    call: Call, program: Sequence[ScoreProgram], cut: slice, halo: int, need_lse: bool, dropout: float
+) -> tuple[Tensor, Tensor | None]:
     rows = slice(max(0, cut.start - halo), cut.stop)
     own = slice(cut.start - rows.start, None)
     reach = call.mask.reach(cut)
     keys = slice(0, reach.stop) if program else reach  # programs may keep maps from the first key on
     near = replace(call, k=call.k[:, :, keys], v=call.v[:, :, keys], mask=replace(call.mask, k=call.mask.k[keys]))
-    q, k, v = call.q[:, :, rows], k[:, :, keys], v[:, :, keys]
+    q, k, v = call.q[:, :, rows], near.k, near.v
     scores = next((x for p in program if (x := p.scores(q, k, call.scale)) is not None), None)
     if scores is None:
-        scores = (q * call.scale) @ k.transpose(-1, -2)
+        scores = _each(q * call.scale, k.transpose(-1, -2))
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     visible = near.mask.tile(rows)
@@ -79,4 +76,10 @@ def _tile(
     lse = masked_lse(scores, visible)[:, :, own] if need_lse else None
     weights = weights[:, :, own]
     o = next((x for p in program if (x := p.read(weights, near, cut)) is not None), None)
-    return (weights @ v if o is None else o), lse
+    return (_each(weights, v) if o is None else o), lse
+
+
+def _each(x: Tensor, y: Tensor) -> Tensor:
+    """x `[B, H, t, a]` times y `[B, G, a, b]`: the query heads that share a key head are rows of one product."""
+    rows = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)
+    return (rows @ y).unflatten(2, (-1, x.shape[2])).flatten(1, 2)
