@@ -115,11 +115,11 @@ class Attention(nn.Module):
     def _place_moves(self) -> None:
         """Decide whether few queries, which read many rows, take what acts on rows as they are read upon themselves."""
         late, positions = self.late_transforms, cast(Sequence[Position], self.positions)
-        turning = [] if self.layout.rotary is None else [p for p in positions if type(p).turn is not Position.turn]
-        whole = range(self.layout.qk_width)
+        whole, rotary = range(self.layout.qk_width), self.layout.rotary
+        turning = [] if rotary is None else [p for p in positions if type(p).turn is not Position.turn]
         self.spreads = (
             self.rotate_at == "read" and not late and not self.project.turns_values and len(turning) == 1
-            and type(turning[0]).apart is not Position.apart and whole[self.layout.rotary] == whole
+            and type(turning[0]).apart is not Position.apart and rotary is not None and whole[rotary] == whole
         )  # fmt: skip
         plain = all(piece in late for piece in self.splitting) and not (
             self.scan is not None
