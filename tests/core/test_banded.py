@@ -255,6 +255,8 @@ def test_explain_names_the_kernel_and_why():
     assert mh.Attention("gqa + window(1000)", 64, 8).explain(256).kernel == "sdpa"
     assert mh.Attention("gqa + window_bias", 64, 8, site=mh.Site(causal=False)).explain(256).kernel == "banded"
     assert mh.Attention("gqa + window(64) + talking_heads", 64, 8).explain(1024).kernel == "tiled"
+    tokens = mh.Attention("gqa + dhvt + window(64)", 64, 8, site=mh.Site(causal=False))
+    assert tokens.explain(1024).kernel == "sdpa", "a rule made wider says nothing of its reach"
 
 
 def test_the_plan_of_a_padded_batch_is_in_blocks_and_depends_on_no_data():

@@ -90,15 +90,15 @@ class DHVTTokens(Tokens):
         return torch.cat([x, t], 1), axis.cat(more)
 
     def widen(self, rule: Rule, flow: Flow) -> Rule:
-        counts = flow.memo[DHVT.name]
-        tokens, seen = counts.shape[1], F.pad(counts, (0, self.extra), value=True)
-
-        def known(axis: Axis) -> tuple[Axis, Tensor]:
-            """The axis with head tokens in the guise of the last token, and which rows those are."""
-            rows = torch.arange(axis.length, device=axis.device)[None] if axis.rows is None else axis.rows
-            return replace(axis, rows=rows.clamp_max(tokens - 1)), rows
-
         def wide(q: Axis, k: Axis) -> Tensor:
+            counts = flow.memo[DHVT.name]
+            tokens, seen = counts.shape[1], F.pad(counts, (0, self.extra), value=True)
+
+            def known(axis: Axis) -> tuple[Axis, Tensor]:
+                """The axis with head tokens in the guise of the last token, and which rows those are."""
+                rows = torch.arange(axis.length, device=axis.device)[None] if axis.rows is None else axis.rows
+                return replace(axis, rows=rows.clamp_max(tokens - 1)), rows
+
             (q, at), (k, of) = known(q), known(k)
             every = seen.expand(max(len(seen), len(of)), -1).gather(1, of.expand(max(len(seen), len(of)), -1))
             return torch.where(rows_of(at >= tokens), cols_of(every), rule(q, k) | cols_of(of >= tokens))
