@@ -309,3 +309,11 @@ def test_a_window_of_a_capped_softmax_is_explicit_on_the_keys_within_reach():
         out = attend(call)
     assert seen.numbers <= 2 * 88 * (88 + 8)
     torch.testing.assert_close(out.o, brute(call)[0], atol=1e-9, rtol=1e-9)
+
+
+def test_queries_without_a_gradient_leave_none_behind():
+    """A log-sum-exp has a gradient too, and takes none of it from queries that were not asked for theirs."""
+    layer, x = mh.Attention("gqa(kv_heads=1) + mgk", 24, 4).double(), torch.randn(1, 12, 24, dtype=torch.float64)
+    assert layer.explain(12).kernel == "flash_cpu"
+    (gradient,) = torch.autograd.grad(layer(x.requires_grad_())[:, 5].sum(), x)
+    assert (gradient[:, 6:] == 0).all() and (gradient[:, :6] != 0).any()

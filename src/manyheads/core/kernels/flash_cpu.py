@@ -56,12 +56,13 @@ class _Flash(torch.autograd.Function):
 
 
 def _with_lse(do: Tensor, dlse: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-    """dO and what stands for O; where dO is zero it gets a little of its own, too little to tell."""
-    size = (do * do).sum(-1, keepdim=True)
-    none = size < LEAST**2
+    """dO and what stands for O; where only dlse is not zero dO gets a little of its own, too little to tell."""
+    size, dlse = (do * do).sum(-1, keepdim=True), dlse[..., None]
+    tiny = size < LEAST**2
+    none = tiny & (dlse != 0)
     do = torch.addcmul(none.to(do.dtype) * LEAST, do, (~none).to(do.dtype))
-    size = size.masked_fill(none, LEAST**2 * do.shape[-1])
-    return do, torch.addcmul(o, do, dlse[..., None] / size, value=-1)
+    size = size.masked_fill(tiny, LEAST**2 * do.shape[-1])
+    return do, torch.addcmul(o, do, dlse / size, value=-1)
 
 
 def _written_out(
