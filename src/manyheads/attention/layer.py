@@ -127,7 +127,8 @@ class Attention(nn.Module):
             or any(isinstance(piece, Program) for piece in self.attends)
         )
         linear = all(piece.linear for piece in late) and not any(piece.mixes for piece in late[1:])
-        cut = bool(late) and late[0].mixes and whole[self.layout.content] != whole
+        cut = whole[self.layout.content] != whole or type(self.project).undo is not Project.undo
+        cut = cut and bool(late) and late[0].mixes
         placed = all(piece.places for piece in late) and all(piece.alike for piece in turning)
         turns = bool(turning) and self.rotate_at != "write" and not placed
         self.moves = plain and linear and not cut and not turns
