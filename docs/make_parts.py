@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manyheads import Site
 from manyheads.cli.list import pair_lines
-from manyheads.core.registry import all_parts, all_presets
+from manyheads.core.registry import all_feeds, all_parts, all_presets
 from manyheads.testing import matrix
 
 PAGE = Path(__file__).with_name("parts.md")
@@ -28,6 +28,18 @@ def page() -> str:
         stage = getattr(part, "stage", "preset")
         doc = (inspect.getdoc(part) if stage == "preset" else module) or ""
         lines.append(f"| {stage} | `{name}` | {doc.splitlines()[0]} | {part.paper} |")
+    lines += [
+        "",
+        "## Feed-forwards",
+        "",
+        'What a stack\'s `ffn` may name, for all layers or one a layer: `ffn="moe(experts=8, top=2)"`.',
+        "",
+        "| feed-forward | what it is | paper |",
+        "|---|---|---|",
+    ]
+    for name, feed in all_feeds().items():
+        doc = inspect.getdoc(inspect.getmodule(feed)) or ""
+        lines.append(f"| `{name}` | {doc.splitlines()[0]} | {feed.paper} |")
     lines += [
         "",
         "## Which two go together",

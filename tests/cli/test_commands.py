@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from manyheads import Spec, __version__
 from manyheads.cli import main, output
-from manyheads.core.registry import all_parts, all_presets
+from manyheads.core.registry import all_feeds, all_parts, all_presets
 
 FIGURES = {"spec", "specs", "kv_floats_per_token_layer", "kv_bytes_per_token", "perplexity", "kl", "top1"}
 
@@ -222,10 +222,10 @@ def test_export_refuses_a_folder_that_exists_before_it_loads(tmp_path):
 # --- list
 
 
-def test_list_holds_every_part_and_preset():
+def test_list_holds_every_part_preset_and_feed_forward():
     ran = run("list", "--json")
     names = [each["name"] for each in ran.json]
-    assert names == [*all_parts(), *all_presets()] and {"gqa", "mla", "moh", "gda"} <= set(names)
+    assert names == [*all_parts(), *all_presets(), *all_feeds()] and {"gqa", "moh", "gda", "moe"} <= set(names)
     for each in ran.json:
         assert {"name", "stage", "paper", "options"} <= set(each)
     mla = ran.json[names.index("mla")]
@@ -241,6 +241,7 @@ def test_list_explains_one_part():
     assert ran.json["options"]["pairing"]["type"] == "Literal['half', 'interleaved', 'none']"
     assert "rope (position, arXiv 2104.09864)" in ran.out and "interleaved" in ran.out
     assert run("list", "gda").code == 0
+    assert "moe (feed-forward, arXiv 2101.03961)" in run("list", "moe").out
     assert "no part 'ropee'; did you mean rope" in refused("list", "ropee")
 
 

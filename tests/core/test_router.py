@@ -1,11 +1,13 @@
-"""Routers: choices, gates, losses, and experts applied without a shape that depends on data."""
+"""Routers: choices, gates, losses, capacity."""
 
 import math
 
 import pytest
 import torch
 
-from manyheads.core.router import Router, dispatch, route
+from manyheads import Links, OptionError
+from manyheads.core.feed import feed_flow
+from manyheads.core.router import Chooser, Router, first_come, route
 
 VALID = torch.ones(1, 10, dtype=torch.bool)
 
@@ -94,33 +96,46 @@ def test_first_scores():
     assert abs(Router(64, 8, 2).score.weight.std() - 0.01) < 0.001
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize(
-    ("tokens", "top", "experts"), [(7, 2, 5), (50, 3, 8), (1, 2, 8), (3, 8, 8), (64, 1, 4), (9, 7, 8), (2, 1, 1)]
-)
-def test_dispatch_is_a_loop_over_experts(tokens, top, experts, shared):
-    """Outputs and gradients of every expert on every token with zeros for those not chosen."""
-    x = torch.randn(tokens, 1 if shared else top, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(experts, 6, 4, dtype=torch.float64, requires_grad=True)
-    for chosen in (torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]),
-                   torch.arange(top).expand(tokens, -1)):  # fmt: skip
-        y = dispatch(x, weight, chosen)
-        want = sum(
-            (chosen == expert)[..., None] * (x.expand(-1, top, -1) @ weight[expert]) for expert in range(experts)
-        )
-        torch.testing.assert_close(y, want)
-        both = [torch.autograd.grad(out.pow(2).sum(), (x, weight)) for out in (y, want)]
-        for mine, theirs in zip(*both, strict=True):
-            torch.testing.assert_close(mine, theirs)
+def test_more_choices_than_experts():
+    with pytest.raises(OptionError, match="top=4 of 3 experts; top may be 1 to 3"):
+        Router(6, 3, 4)
 
 
-@pytest.mark.parametrize("experts", [4, 64])
-def test_dispatch_works_for_the_chosen_only(experts):
-    """At most about twice the rows, with the most uneven load too."""
-    from torch.utils.flop_counter import FlopCounterMode
+def test_balance_within_sequences():
+    """The mean over sequences that have tokens of each one's own loss, whatever its length."""
+    routed, valid = routing(), torch.rand(3, 10) < 0.6
+    each = [routed.__class__(*(part[b : b + 1] for part in routed)).balance(valid[b : b + 1]) for b in range(3)]
+    torch.testing.assert_close(routed.balance(valid, per_sequence=True), torch.stack(each).mean())
+    valid[1] = False
+    torch.testing.assert_close(routed.balance(valid, per_sequence=True), (each[0] + each[2]) / 2)
 
-    x, weight, chosen = torch.randn(256, 1, 8), torch.randn(experts, 8, 16), torch.zeros(256, 2, dtype=torch.long)
-    chosen[:, 1] = 1
-    with FlopCounterMode(display=False) as counter:
-        dispatch(x, weight, chosen)
-    assert 1 <= counter.get_total_flops() / (2 * 256 * 2 * 8 * 16) <= 2
+
+def test_chances_are_single_precision_at_least():
+    assert route(torch.randn(1, 4, 5, dtype=torch.bfloat16), 2).gates().dtype == torch.float32
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.7])
+def test_an_expert_takes_those_who_come_first(capacity):
+    """By hand: tokens in order, the best choice of each first, padding not counted."""
+    chosen, valid = routing().chosen, torch.rand(3, 10) < 0.7
+    kept = first_come(chosen, valid, capacity, 5)
+    for b in range(3):
+        room = [math.ceil(capacity * 2 * int(valid[b].sum()) / 5)] * 5
+        for t in range(10):
+            for j, expert in enumerate(chosen[b, t].tolist()):
+                takes = bool(valid[b, t]) and room[expert] > 0
+                room[expert] -= takes
+                assert kept[b, t, j] == takes
+
+
+def test_a_choice():
+    """Padding goes nowhere; losses are noted in training only, and capacity binds there only."""
+    x, valid = torch.randn(2, 6, 8), torch.arange(6)[None] >= torch.tensor([[0], [2]])
+    for train in (False, True):
+        chooser, links = Chooser(8, 4, 2, renorm="full", capacity=0.5, z=0.1).train(train), Links()
+        choice = chooser.choose(x, valid, feed_flow(x, links=links, layer=3, training=train), "it")
+        assert choice.kept is not None and not choice.kept[1, :2].any()
+        assert choice.kept[valid].all() != train
+        assert list(links.aux) == ["3.it"] * train
+        torch.testing.assert_close(choice.gates.sum(-1), torch.ones(2, 6))
+    assert Chooser(8, 4, 2).choose(x, None, feed_flow(x), "it").kept is None

@@ -310,7 +310,8 @@ def test_trainer(make, kind, tmp_path):
     found.save(tmp_path / "adapters.safetensors")
     fresh = make()
     mh.load_adapters(fresh, tmp_path / "adapters.safetensors")
-    assert torch.equal(logits(fresh, (0, 1, 0)), logits(model.eval(), (0, 1, 0)))
+    both = (logits(each.eval(), (0, 1, 0), use_cache=False) for each in (fresh, model))  # as checkpointing has it
+    assert torch.equal(*both)
 
 
 def test_any_module():

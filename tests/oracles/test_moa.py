@@ -6,11 +6,11 @@ import pytest
 import torch
 from tests.oracles.reference import DIM, HEADS, batch, close, decoded, differ, make, rope, twin
 from tests.oracles.reference import weights as softmax
+from torch.utils.flop_counter import FlopCounterMode
 
 from manyheads import Attention, Cache, Links, OptionError, SpecError
-from manyheads.attention.project import moa as module
+from manyheads.core import dispatch
 from manyheads.core.kernel import using
-from manyheads.core.router import dispatch
 
 WIDTH, TOKENS = 6, 9
 
@@ -184,13 +184,12 @@ def test_what_does_not_go_together(other, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_experts_are_dispatched(monkeypatch):
-    calls = []
-
-    def spy(x, weight, chosen):
-        calls.append(tuple(x.shape))
-        return dispatch(x, weight, chosen)
-
-    monkeypatch.setattr(module, "dispatch", spy)
-    make("moa(top=2)")(batch())
-    assert calls == [(18, 1, DIM), (18, 2, WIDTH)]
+def test_no_expert_works_for_others():
+    """The FLOPs of projections are those of the chosen heads."""
+    layer, x = make("moa(top=2)"), batch(size=1)
+    p = layer.project
+    with FlopCounterMode(display=False) as counter, dispatch.using(dispatch.Sorted), using("tiled"):
+        layer(x)
+    pair = layer.spec.cost(DIM, HEADS).pair_flops * TOKENS**2
+    work = TOKENS * layer.spec.cost(DIM, HEADS).token_flops
+    assert len(p.q_experts) == HEADS and counter.get_total_flops() == work + pair

@@ -10,9 +10,10 @@ from manyheads.attention.convolution import Depthwise, lag_state, lagged
 from manyheads.attention.steps import first_steps
 from manyheads.core.cache import State
 from manyheads.core.cost import Cost
+from manyheads.core.dispatch import group
 from manyheads.core.flow import Flow
 from manyheads.core.part import OptionError
-from manyheads.core.router import Router, dispatch
+from manyheads.core.router import Router
 from manyheads.core.scan import Stream
 from manyheads.core.selective import selective_scan
 
@@ -78,8 +79,9 @@ class SelectiveSSM(nn.Module):
         if gates is None:
             rows = u @ self.from_inner[0]
         else:
-            each = dispatch(u.flatten(0, 1)[:, None], self.from_inner, gates[0].flatten(0, 1))
-            rows = (gates[1].flatten(0, 1)[..., None].to(each.dtype) * each).sum(1).unflatten(0, u.shape[:2])
+            chosen, gate = (each.flatten(0, 1) for each in gates)
+            groups = group(chosen, self.experts, size=self.from_inner[0].numel())
+            rows = groups.sum(u.flatten(0, 1)[:, None], gate, torch.matmul, self.from_inner).unflatten(0, u.shape[:2])
         q, k, step = self._parts(rows, self.dt_bias)
         y, flow.new_state[self.name] = selective_scan(q, k, step * u, step, self._rate(step), stream)
         return y + self.skip * u

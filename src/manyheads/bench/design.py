@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from manyheads.attention import Attention
 from manyheads.core.part import OptionError
@@ -64,7 +63,7 @@ class Design:
         costs = [layer.spec.cost(layer.dim, layer.heads, layer.site) for layer in layers]
         pairs = (cost.pair_flops * _keys_seen(layer, context) for cost, layer in zip(costs, layers, strict=True))
         flops = sum(cost.token_flops for cost in costs) + sum(pairs) + 2 * VOCAB * self.dim
-        flops += sum(2 * _weights(block.ffn) for block in model.stack.blocks)  # type: ignore[arg-type]
+        flops += model.stack.ffn_cost.token_flops
         cached = sum(cost.cache_bytes(context, itemsize) for cost in costs)
         return Costs(sum(p.numel() for p in model.parameters()), 3 * flops, cached / context)
 
@@ -78,8 +77,3 @@ def _keys_seen(layer: Attention, context: int) -> float:
     keep = layer.layout.keep  # rows that are kept for later queries; a query sees its own one as well
     most = context if keep is None else min(keep + 1, context)
     return (most * (most + 1) / 2 + (context - most) * most) / context
-
-
-def _weights(ffn: nn.Module | None) -> int:
-    """Numbers of a feed-forward that each token is multiplied with: all of its matrices."""
-    return 0 if ffn is None else sum(p.numel() for p in ffn.parameters() if p.ndim > 1)

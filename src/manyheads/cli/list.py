@@ -1,4 +1,4 @@
-"""`manyheads list`: the parts that a spec may name."""
+"""`manyheads list`: the parts that a spec may name, and the feed-forwards of a stack."""
 
 from __future__ import annotations
 
@@ -26,32 +26,38 @@ def list_parts(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the parts of attention by stage, with their papers and options, or explain one."""
-    from manyheads.core.registry import all_parts, all_presets, find
+    """List the parts of attention by stage and the feed-forwards, with papers and options, or explain one."""
+    from manyheads.core.registry import all_feeds, all_parts, all_presets, find
 
-    presets = all_presets()
+    presets, feeds = all_presets(), all_feeds()
     if pairs:
         _pairs(None if part is None else find(part).name, as_json)
         return
     if part is not None:
-        kind = presets.get(part) or find(part)
-        entry: dict[str, Any] = _entry(kind) | {"doc": inspect.getdoc(kind) or ""}
-        typer.echo(f"{entry['name']} ({entry['stage']}{', ' if entry['paper'] else ''}{entry['paper']})\n")
-        typer.echo(entry["doc"])
-        if entry["options"]:
-            table(
-                ["option", "type", "default"],
-                [[name, each["type"], _shown(each["default"])] for name, each in entry["options"].items()],
-                left=3,
-            )
-        finish(entry, as_json)
+        kinds = [presets.get(part) or find(part)] if part in {*presets, *all_parts()} else []
+        kinds = [*kinds, *([feeds[part]] if part in feeds else [])] or [find(part)]
+        found = [_entry(kind) | {"doc": inspect.getdoc(kind) or ""} for kind in kinds]
+        for entry in found:
+            _explain(entry)
+        finish(found[0] if len(found) == 1 else found, as_json)
         return
-    entries = [_entry(kind) for kind in [*all_parts().values(), *presets.values()]]
+    entries = [_entry(kind) for kind in [*all_parts().values(), *presets.values(), *feeds.values()]]
     rows = [[each["stage"], each["name"], each["paper"], ", ".join(each["options"])] for each in entries]
     repeats = [index and row[0] == rows[index - 1][0] for index, row in enumerate(rows)]
     rows = [["", *row[1:]] if repeated else row for row, repeated in zip(rows, repeats, strict=True)]
     table(["stage", "part", "paper", "options"], rows, left=4)
     finish(entries, as_json)
+
+
+def _explain(entry: dict[str, Any]) -> None:
+    typer.echo(f"{entry['name']} ({entry['stage']}{', ' if entry['paper'] else ''}{entry['paper']})\n")
+    typer.echo(entry["doc"])
+    if entry["options"]:
+        table(
+            ["option", "type", "default"],
+            [[name, each["type"], _shown(each["default"])] for name, each in entry["options"].items()],
+            left=3,
+        )
 
 
 def pair_lines(decoder: Pairs, encoder: Pairs, width: int = 80) -> list[str]:
@@ -112,10 +118,12 @@ def _pairs(part: str | None, as_json: bool) -> None:
 
 
 def _entry(kind: Any) -> dict[str, Any]:
-    """A part in JSON; a preset's stage is `preset`, and it names the parts that it stands for."""
+    """A part in JSON; a preset's stage is `preset`, and it names the parts that it stands for; else `feed-forward`."""
+    from manyheads.core.feed import Feed
     from manyheads.core.registry import options
 
-    stage = getattr(kind, "stage", "preset")
+    feed: bool = issubclass(kind, Feed)
+    stage = "feed-forward" if feed else getattr(kind, "stage", "preset")
     entry: dict[str, Any] = {"name": kind.name, "stage": stage, "paper": kind.paper, "options": options(kind)}
     if stage == "preset":
         entry["parts"] = [part.name for part in kind().parts()]

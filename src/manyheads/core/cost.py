@@ -13,7 +13,9 @@ class Cost(NamedTuple):
     tokens). state_floats: numbers kept for each sequence whatever its length. token_flops: multiply-adds times two
     for each token. pair_flops: the same for each (query, key) pair, all heads together. windows: (kept, floats) where
     `floats` of the numbers cached for each token are held for the newest `kept` tokens only. shared: (name, numbers) of
-    those parameters that a stack owns (`Site.share`); a sum counts each name once.
+    those parameters that a stack owns (`Site.share`); a sum counts each name once. idle: of the others, those that a
+    token does not use, since it goes to other experts. used: (name, numbers) that it uses of what is shared, at each
+    place where that is not all.
     """
 
     parameters: int = 0
@@ -23,6 +25,8 @@ class Cost(NamedTuple):
     pair_flops: int = 0
     windows: tuple[tuple[int, Fraction], ...] = ()
     shared: tuple[tuple[str, int], ...] = ()
+    idle: int = 0
+    used: tuple[tuple[str, int], ...] = ()
 
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
         twice = sum(numbers for _, numbers in {*self.shared} & {*other.shared})
@@ -34,7 +38,22 @@ class Cost(NamedTuple):
             self.pair_flops + other.pair_flops,
             self.windows + other.windows,
             tuple(dict.fromkeys(self.shared + other.shared)),
+            self.idle + other.idle,
+            self.used + other.used,
         )
+
+    @property
+    def active(self) -> int:
+        """The parameters that a token uses; of what is shared, no more than there is."""
+        used: dict[str, int] = {}
+        for name, numbers in self.used:
+            used[name] = used.get(name, 0) + numbers
+        spare = (max(0, size - used[name]) for name, size in self.shared if name in used)
+        return self.parameters - self.idle - sum(spare)
+
+    def again(self) -> Cost:
+        """Of another run with the same parameters."""
+        return self._replace(parameters=0, shared=(), idle=0, used=())
 
     def cache_bytes(self, tokens: int, itemsize: int = 4) -> int:
         """Bytes of the cache after `tokens` tokens of one sequence."""

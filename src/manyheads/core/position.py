@@ -65,8 +65,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     `half` pairs channel p with p + pairs; `interleaved` pairs 2p with 2p + 1.
     """
     a, b = pairs(x, layout)
-    turned = x * unpair(cos, cos, layout)
-    return turned.addcmul_(unpair(b, a, layout), unpair(-sin, sin, layout))
+    turned = x * unpair(cos, cos, layout)  # a fused multiply-add would round by where a row lies in memory
+    return turned.add_(unpair(b, a, layout) * unpair(-sin, sin, layout))
 
 
 def pairs(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,12 @@ import dataclasses
 import difflib
 import typing
 from importlib import import_module
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from manyheads.core.part import STAGES, OptionError, Part
+
+if TYPE_CHECKING:
+    from manyheads.core.feed import Feed
 
 P = TypeVar("P", bound=type[Part])
 Q = TypeVar("Q", bound=type)
@@ -23,22 +26,32 @@ class Preset(Protocol):
     def parts(self) -> tuple[Part, ...]: ...
 
 
-LIBRARY = "manyheads.attention"
-"""Importing it registers the library's own parts; by name, since core knows no room above it."""
+LIBRARY, FEEDS = "manyheads.attention", "manyheads.experts"
+"""Importing them registers the library's own parts; by name, since core knows no room above it."""
 
 _PRESETS: dict[str, Any] = {}
 _PARTS: dict[str, type[Part]] = {}
+_FEEDS: dict[str, type[Feed]] = {}
 
 
 def register(part: P) -> P:
     """Class decorator: make a part known under its `name`."""
     if part.stage not in STAGES:
         raise OptionError(f"part {part.name!r} names the stage {part.stage!r}; stages are {', '.join(STAGES)}")
-    known = _PARTS.get(part.name)
-    if known is not None and (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
-        raise OptionError(f"two parts are called {part.name!r}: {known.__module__} and {part.__module__}")
-    _PARTS[part.name] = part
-    return part
+    return _enter(_PARTS, part, "parts")
+
+
+def register_feed(feed: Q) -> Q:
+    """Class decorator: make a feed-forward known under its `name`."""
+    return _enter(_FEEDS, feed, "feed-forwards")
+
+
+def _enter(known: dict[str, Any], kind: Any, what: str) -> Any:
+    old = known.get(kind.name)
+    if old is not None and (old.__module__, old.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise OptionError(f"two {what} are called {kind.name!r}: {old.__module__} and {kind.__module__}")
+    known[kind.name] = kind
+    return kind
 
 
 def register_preset(preset: Q) -> Q:
@@ -68,6 +81,20 @@ def all_parts() -> dict[str, type[Part]]:
     import_module(LIBRARY)
     ordered = sorted(_PARTS.values(), key=lambda part: (STAGES.index(part.stage), part.name))
     return {part.name: part for part in ordered}
+
+
+def find_feed(name: str) -> type[Feed]:
+    """The feed-forward of that name; an unknown one raises with the names there are."""
+    feeds = all_feeds()
+    if name not in feeds:
+        raise OptionError(f"no feed-forward {name!r}; there are {', '.join(feeds)}")
+    return feeds[name]
+
+
+def all_feeds() -> dict[str, type[Feed]]:
+    """All feed-forwards by name."""
+    import_module(FEEDS)
+    return dict(sorted(_FEEDS.items()))
 
 
 def options(part: type) -> dict[str, dict[str, Any]]:

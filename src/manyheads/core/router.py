@@ -11,6 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manyheads.core.flow import Flow
+from manyheads.core.part import OptionError
+
+Renorm = Literal["none", "detach", "full"]
+
 
 class Routing(NamedTuple):
     """logits and chance = softmax(logits) `[*, E]`; chosen `[*, k]`, the experts of each token."""
@@ -19,7 +24,7 @@ class Routing(NamedTuple):
     chance: Tensor
     chosen: Tensor
 
-    def gates(self, renorm: Literal["none", "detach", "full"] = "none") -> Tensor:
+    def gates(self, renorm: Renorm = "none") -> Tensor:
         """The chances of the chosen experts `[*, k]`; renorm divides by their sum, `detach` without its gradient."""
         kept = self.chance.gather(-1, self.chosen)
         if renorm == "none":
@@ -31,14 +36,20 @@ class Routing(NamedTuple):
         """Gates of the chosen experts over all experts, zero for the others, `[*, E]`."""
         return torch.zeros_like(self.chance).scatter(-1, self.chosen, gates)
 
-    def balance(self, valid: Tensor) -> Tensor:
+    def balance(self, valid: Tensor, *, per_sequence: bool = False) -> Tensor:
         """E Σ_e mean(chance_e) mean(is chosen_e) over valid tokens: k when all is even, E when one takes all (k = 1).
 
-        Over k it is the loss of Switch Transformer, arXiv 2101.03961.
+        Over k it is the loss of Switch Transformer, arXiv 2101.03961. per_sequence: the mean over sequences of the same
+        within each.
         """
         chosen = self.spread(torch.ones_like(self.chosen, dtype=self.chance.dtype))
-        chance, load = (_mean(x, valid) for x in (self.chance, chosen))
-        return self.chance.shape[-1] * (chance * load).sum()
+        if not per_sequence:
+            chance, load = (_mean(x, valid) for x in (self.chance, chosen))
+            return self.chance.shape[-1] * (chance * load).sum()
+        tokens = valid.expand(self.chance.shape[:2])[..., None].to(self.chance.dtype)
+        count = tokens.sum(1)
+        chance, load = ((x * tokens).sum(1) / count.clamp_min(1) for x in (self.chance, chosen))
+        return self.chance.shape[-1] * (chance * load).sum() / (count > 0).sum()
 
     def size(self, valid: Tensor) -> Tensor:
         """Mean of logsumexp(logits)² over valid tokens, which keeps logits small (the z-loss of arXiv 2202.08906)."""
@@ -52,8 +63,11 @@ def _mean(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, top: int, sample: int = 0) -> Routing:
-    """The `top` likeliest experts; of these, `sample` are drawn by chance from all but the top - sample best."""
-    chance = logits.softmax(-1)
+    """The `top` likeliest experts; of these, `sample` are drawn by chance from all but the top - sample best.
+
+    Chances are at least float32.
+    """
+    chance = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     best = chance.topk(top - sample, -1).indices
     if sample:
         rest = (chance.detach() + torch.finfo(chance.dtype).tiny).scatter(-1, best, 0.0)
@@ -71,46 +85,85 @@ class Router(nn.Module):
 
     unhooked = ("score",)  # read in wider numbers than its own
 
-    def __init__(self, dim: int, experts: int, top: int, *, noisy: bool = False, sample: int = 0) -> None:
+    def __init__(
+        self, dim: int, experts: int, top: int, *, noisy: bool = False, sample: int = 0, bias: bool = False
+    ) -> None:
         super().__init__()
+        if not 1 <= top <= experts:
+            raise OptionError(f"top={top} of {experts} experts; top may be 1 to {experts}")
         self.top, self.sample = top, sample
-        self.score = nn.Linear(dim, experts, bias=False)
+        self.score = nn.Linear(dim, experts, bias=bias)
         self.noise = nn.Linear(dim, experts, bias=False) if noisy else None
         nn.init.normal_(self.score.weight, std=0.01 if top < experts else 0.0)
+        if bias:
+            nn.init.zeros_(self.score.bias)
 
     def forward(self, x: Tensor) -> Routing:
         wide = torch.promote_types(x.dtype, torch.float32)  # a choice is no place for rounding
-        logits = F.linear(x.to(wide), self.score.weight.to(wide))
+        bias = None if self.score.bias is None else self.score.bias.to(wide)
+        logits = F.linear(x.to(wide), self.score.weight.to(wide), bias)
         if self.training and self.noise is not None:
             logits = logits + torch.randn_like(logits) * (F.softplus(self.noise(x)) + 0.01)
         return route(logits, self.top, self.sample if self.training else 0)
 
 
-def dispatch(x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Each token through its own experts: y_nj = x_nj W_e with e = chosen_nj.
+class Choice(NamedTuple):
+    """The experts of each token `[*, k]`, their gates, and which choices come to something (None: all)."""
 
-    x `[N, k or 1, D]`, weight `[E, D, F]`, chosen `[N, k]` to y `[N, k, F]`. Rows that go to one expert are packed into
-    blocks, and blocks are one batched matmul: about the work of N·k rows (twice that at most), whatever E. No shape
-    depends on data.
+    chosen: Tensor
+    gates: Tensor
+    kept: Tensor | None = None
+
+    def flatten(self) -> Choice:
+        """All tokens in one row, `[N, k]`."""
+        kept = None if self.kept is None else self.kept.flatten(0, -2)
+        return Choice(self.chosen.flatten(0, -2), self.gates.flatten(0, -2), kept)
+
+
+class Chooser(Router):
+    """A router with what a mixture of experts has around it: gates, padding, capacity, losses.
+
+    renorm: of the gates, see `Routing.gates`. capacity c, in training: an expert takes the first ⌈c k n / E⌉ choices
+    of a sequence of n tokens, the others come to nothing (gate zero). z: weight of `Routing.size` beside the balance
+    loss, which is 1 when all is even. per_sequence: see `Routing.balance`.
     """
-    (tokens, top), experts = chosen.shape, len(weight)
-    if top == experts:  # everyone serves everyone: only the order of experts is to be kept
-        if x.shape[1] > 1:
-            x = x.take_along_dim(chosen.argsort(-1)[..., None], 1)
-        y = torch.einsum("ned,edf->nef", x.expand(-1, experts, -1), weight)
-        return y.take_along_dim(chosen[..., None], 1)
-    rows, expert = x.expand(-1, top, -1).flatten(0, 1), chosen.flatten()
-    size = max(1, len(expert) // experts)
-    load = torch.zeros_like(expert[:1]).expand(experts).scatter_add(0, expert, torch.ones_like(expert))
-    blocks = -(-load // size)  # of each expert
-    ends = blocks.cumsum(0)
-    order = expert.argsort(stable=True)
-    turn = (
-        torch.arange(len(expert), device=x.device) - (load.cumsum(0) - load)[expert[order]]
-    )  # among its expert's rows
-    place = torch.empty_like(order).scatter(0, order, (ends - blocks)[expert[order]] * size + turn)
-    most = (len(expert) + experts * (size - 1)) // size
-    packed = rows.new_zeros(most * size, rows.shape[-1]).index_copy(0, place, rows)
-    owner = torch.searchsorted(ends, torch.arange(most, device=x.device), right=True).clamp_max(experts - 1)
-    y = packed.unflatten(0, (most, size)) @ weight[owner]
-    return y.flatten(0, 1)[place].unflatten(0, (tokens, top))
+
+    def __init__(
+        self, dim: int, experts: int, top: int, *, renorm: Renorm = "none", capacity: float | None = None,
+        z: float = 0.0, per_sequence: bool = False, noisy: bool = False, sample: int = 0, bias: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, experts, top, noisy=noisy, sample=sample, bias=bias)
+        self.renorm: Renorm = renorm
+        self.capacity, self.z, self.per_sequence = capacity, z, per_sequence
+
+    def choose(self, x: Tensor, valid: Tensor | None, flow: Flow, name: str | None) -> Choice:
+        """Of x `[B, T, D]`; padding (valid False, `[B or 1, T]`) goes nowhere. In training the losses go to `name`."""
+        routing = self(x)
+        kept = None if valid is None else valid.expand(x.shape[:2])[..., None].expand_as(routing.chosen)
+        tokens = torch.ones_like(x[..., 0], dtype=torch.bool) if valid is None else valid
+        if flow.training and name is not None:
+            loss = routing.balance(tokens, per_sequence=self.per_sequence) / self.top
+            flow.add_loss(name, loss + self.z * routing.size(tokens) if self.z else loss)
+        if flow.training and self.capacity is not None:
+            kept = first_come(routing.chosen, tokens.expand(x.shape[:2]), self.capacity, routing.chance.shape[-1])
+        return Choice(routing.chosen, self.gates(routing), kept)
+
+    def gates(self, routing: Routing) -> Tensor:
+        """How much each chosen expert counts, `[*, k]`."""
+        return routing.gates(self.renorm)
+
+
+def first_come(chosen: Tensor, valid: Tensor, capacity: float, experts: int) -> Tensor:
+    """Which choices `[B, T, k]` an expert still has room for, by order of tokens, best choice first; bool.
+
+    Of a sequence of n valid tokens an expert takes ⌈capacity · k · n / experts⌉ choices.
+    """
+    batch, tokens, top = chosen.shape
+    queue = torch.arange(batch, device=chosen.device)[:, None, None] * experts + chosen
+    queue = queue.masked_fill(~valid[..., None], batch * experts).flatten()
+    order = queue.argsort(stable=True)
+    load = torch.zeros_like(queue[:1]).expand(batch * experts + 1).scatter_add(0, queue, torch.ones_like(queue))
+    turn = torch.arange(len(queue), device=chosen.device) - (load.cumsum(0) - load)[queue[order]]
+    turn = torch.empty_like(turn).scatter(0, order, turn).view(batch, tokens, top)
+    room = (capacity * top / experts * valid.sum(-1)).ceil()
+    return (turn < room[:, None, None]) & valid[..., None]

@@ -5,13 +5,12 @@ from manyheads.stack.callback import ScheduleCallback
 from manyheads.stack.config import ManyheadsConfig
 from manyheads.stack.decoder import Decoder
 from manyheads.stack.encoder import Encoder
-from manyheads.stack.ffn import FFNS, make_ffn
+from manyheads.stack.ffn import make_ffn
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 from manyheads.stack.residual import MHAR, to_delta
 from manyheads.stack.stack import Stack
 
 __all__ = [
-    "FFNS",
     "MHAR",
     "Block",
     "Decoder",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from manyheads.attention import Attention
+from manyheads.core.feed import FeedPiece, feed_flow
 from manyheads.core.flow import Links
 from manyheads.core.mask import Axis, Mask
 from manyheads.stack.residual import Residual, Sum
@@ -77,8 +78,15 @@ class Block(GradientCheckpointingLayer):
             )
             x, stream = residual.step(site + 1, stream, y)
         if self.ffn is not None and self.ffn_norm is not None:
-            x, stream = residual.step(site + self.sublayers - 1, stream, self.ffn(self.ffn_norm(x)))
+            y = self._fed(self.ffn, self.ffn_norm(x), positions, links, attention.site.layer)
+            x, stream = residual.step(site + self.sublayers - 1, stream, y)
         return x, stream
+
+    def _fed(self, ffn: nn.Module, x: Tensor, axis: Axis, links: Links, layer: int) -> Tensor:
+        """Only a `FeedPiece` asks what its rows are."""
+        if not isinstance(ffn, FeedPiece):
+            return ffn(x)
+        return ffn(x, feed_flow(x, axis, links, layer, self.training))
 
     def train(self, mode: bool = True) -> Block:
         for turn in self.later:

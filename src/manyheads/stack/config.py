@@ -8,11 +8,10 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from manyheads.core.spec import printed
-from manyheads.stack.ffn import find_ffn
 from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.loops import Turns
 from manyheads.stack.residual import read_residual
-from manyheads.stack.sources import per_layer
+from manyheads.stack.sources import check_ffns, per_layer
 
 OWN: dict[str, Any] = {
     "vocab_size": 32000,
@@ -70,7 +69,9 @@ class ManyheadsConfig(PreTrainedConfig):
         if base is None:
             for name, default in OWN.items():
                 setattr(self, name, kwargs.pop(name, default))
-            find_ffn(self.ffn)
+            ffns = per_layer(self.ffn, self.num_hidden_layers, "feed-forwards")
+            lines = [str(feed) for feed in check_ffns(ffns, self.hidden_size, self.intermediate_size)]
+            self.ffn = lines if isinstance(self.ffn, list | tuple) else lines[0]
         else:
             self._agree(base, kwargs)
             kwargs.setdefault("tie_word_embeddings", base.tie_word_embeddings)

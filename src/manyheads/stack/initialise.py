@@ -6,17 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.attention import Attention
+from manyheads.core.experts import Experts
 
-TO_RESIDUAL = ("o_proj", "down_proj")
+TO_RESIDUAL = ("o_proj", "down_proj", "merge_proj")
 """Linear maps whose output is added to the residual stream, by name."""
 
 
 def initialise(root: nn.Module, layers: int, std: float = 0.02) -> None:
-    """Linear and embedding weights from N(0, std²), those of `TO_RESIDUAL` from N(0, std²/2L); linear biases zero.
+    """Linear, expert and embedding weights from N(0, std²), those of `TO_RESIDUAL` from N(0, std²/2L); biases zero.
 
     What a part starts at zero or at the identity, and every parameter that is not a linear or embedding weight, stays.
     """
     for name, module in root.named_modules():
+        if isinstance(module, Experts) and not module.up_proj.is_meta:
+            module.reset(std, std * (2 * layers) ** -0.5 if module.to_residual else std)
         if not isinstance(module, (nn.Linear, nn.Embedding)) or module.weight.is_meta or _chosen(module.weight):
             continue
         scale = (2 * layers) ** -0.5 if any(word in TO_RESIDUAL for word in name.split(".")) else 1.0

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from manyheads.attention import Attention
+from manyheads.core.feed import Feed
 from manyheads.core.part import OptionError, Site
 from manyheads.core.spec import Spec
 from manyheads.stack.bank import Bank
@@ -51,6 +52,19 @@ def check_layers(
             why = _why_not(specs, dim, heads, kv_source, reader, owner, causal)
             if why is not None:
                 raise ValueError(f"layer {reader} cannot read the rows of layer {owner}: {why}")
+
+
+def check_ffns(ffns: Sequence[str | Feed], dim: int, hidden: int | None, causal: bool = True) -> list[Feed]:
+    """The feed-forwards of all layers; one that does not fit raises an `OptionError` that names its layer."""
+    found = []
+    for site, line in zip(sites([None] * len(ffns), causal), ffns, strict=True):
+        try:
+            feed = Feed.parse(line)
+            feed.check(dim, hidden, site)
+        except OptionError as error:
+            raise type(error)(f"layer {site.layer}: {error}") from None
+        found.append(feed)
+    return found
 
 
 def _why_not(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from manyheads.attention import Attention
 from manyheads.core.cache import Cache
 from manyheads.core.cost import Cost
+from manyheads.core.feed import Feed
 from manyheads.core.flow import Links
 from manyheads.core.mask import Axis, Mask
 from manyheads.core.part import Site
@@ -27,7 +28,7 @@ from manyheads.stack.initialise import initialise
 from manyheads.stack.loops import Turns, turn
 from manyheads.stack.meta import MetaTokens
 from manyheads.stack.residual import MHAR, Plain, read_residual
-from manyheads.stack.sources import per_layer, sites
+from manyheads.stack.sources import check_ffns, per_layer, sites
 
 
 class Stack(nn.Module):
@@ -39,7 +40,8 @@ class Stack(nn.Module):
     Args:
         specs: one line for all layers, or one a layer. heads: likewise, or a schedule such as `step(3, 6)`.
         layers: how many (default: as many as there are specs).
-        ffn: `swiglu`, `gelu` or `none`; hidden: its width.
+        ffn: a feed-forward's line, such as `swiglu` or `moe(experts=8, top=2)` (see `manyheads list`), for all layers
+            or one a layer. hidden: the width of those (or of their experts) that name none.
         causal: False for an encoder.
         cross: whether each block also attends to a `context`, and how: True stands for `gqa`, or give a spec line.
             context_dim: the context's width (default dim).
@@ -56,8 +58,9 @@ class Stack(nn.Module):
 
     def __init__(
         self, specs: str | Spec | Sequence[str | Spec], dim: int, heads: HeadCounts,
-        layers: int | None = None, *, ffn: str = "swiglu", hidden: int | None = None, causal: bool = True,
-        cross: bool | str = False, context_dim: int | None = None, kv_source: Sequence[int | None] | None = None,
+        layers: int | None = None, *, ffn: str | Feed | Sequence[str | Feed] = "swiglu", hidden: int | None = None,
+        causal: bool = True, cross: bool | str = False, context_dim: int | None = None,
+        kv_source: Sequence[int | None] | None = None,
         residual: str | Plain | MHAR = "sum", loops: int = 1, meta: int = 0, eps: float = 1e-6, dropout: float = 0.0,
         std: float = 0.02, checkpoint: bool = False,
     ) -> None:  # fmt: skip
@@ -69,6 +72,7 @@ class Stack(nn.Module):
         self.kv_source = per_layer(kv_source, layers, "sources")
         turns = Turns.of(specs, head_counts(heads, dim, layers), self.kv_source, loops)
         turns.check(dim, layers, causal)
+        self.ffns, self.hidden = check_ffns(per_layer(ffn, layers, "feed-forwards"), dim, hidden, causal), hidden
         self.dim, self.causal, self.loops = dim, causal, loops
         self.bank = Bank()
         self.blocks = nn.ModuleList()
@@ -82,7 +86,8 @@ class Stack(nn.Module):
                 attention, other = Attention(line, dim, count, site=site, dropout=dropout), None
                 if cross:
                     other = Attention("gqa" if cross is True else cross, dim, count, site=beside, dropout=dropout)
-                self.blocks.append(Block(attention, make_ffn(ffn, dim, hidden), cross=other, eps=eps))
+                feed = make_ffn(self.ffns[site.layer], dim, hidden, site)
+                self.blocks.append(Block(attention, feed, cross=other, eps=eps))
             else:
                 block = cast(Block, self.blocks[site.layer % layers])
                 other = None if block.cross is None else turn(block.cross, block.cross.spec, beside)
@@ -121,8 +126,17 @@ class Stack(nn.Module):
         total = Cost()
         for layer in self.attentions:
             cost = layer.spec.cost(self.dim, layer.heads, layer.site)
-            total = total + (cost if layer.site.layer < len(self.blocks) else cost._replace(parameters=0, shared=()))
+            total = total + (cost if layer.site.layer < len(self.blocks) else cost.again())
         return total if self.meta is None else total + Cost(self.meta.tokens.numel())
+
+    @property
+    def ffn_cost(self) -> Cost:
+        """Parameters and FLOPs of the layers' feed-forwards; `active` of them serve a token."""
+        total = Cost()
+        for feed, block in zip(self.ffns, cast(Sequence[Block], self.blocks), strict=True):
+            cost = feed.cost(self.dim, self.hidden, block.attention.site)
+            total = sum([cost.again()] * (self.loops - 1), total + cost)
+        return total
 
     def forward(
         self,

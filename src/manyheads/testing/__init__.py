@@ -1,7 +1,8 @@
 """The laws that every part holds to, and the combinations to hold them on. Use it on a part of your own:
 
->>> from manyheads.testing import check
+>>> from manyheads.testing import check, check_feed
 >>> check("gqa(kv_heads=2) + mypart(option=3)")
+>>> check_feed("moe(experts=4, top=2)")
 """
 
 from manyheads.testing.conformance import (
@@ -18,13 +19,18 @@ from manyheads.testing.conformance import (
     shared_rows,
     singles,
 )
+from manyheads.testing.feeds import FEED_LAWS, FeedCase, check_feed, feed_samples
 
 __all__ = [
+    "FEED_LAWS",
     "LAWS",
     "Case",
+    "FeedCase",
     "check",
+    "check_feed",
     "combinations",
     "cross",
+    "feed_samples",
     "illegal_pairs",
     "legal_pairs",
     "matrix",

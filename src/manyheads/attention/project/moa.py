@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
+from manyheads.core.dispatch import Groups, group
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, OptionError, Part, Project, Site
 from manyheads.core.registry import register
-from manyheads.core.router import Router, Routing, dispatch
+from manyheads.core.router import Router, Routing
 
 
 @register
@@ -106,7 +107,9 @@ class MoAProject(Project):
         if flow.training:
             valid = flow.q.validity
             flow.add_loss("moa", routing.balance(valid) / self.top + 0.1 * routing.size(valid))
-        q = dispatch(flow.x.flatten(0, 1)[:, None], self.q_experts, routing.chosen.flatten(0, 1))
+        experts = self.q_experts
+        groups = flow.memo["groups"] = group(routing.chosen.flatten(0, 1), len(experts), size=experts[0].numel())
+        q = groups.each(flow.x.flatten(0, 1)[:, None], torch.matmul, experts)
         return q.unflatten(0, flow.x.shape[:2]).transpose(1, 2)
 
     def write(self, flow: Flow) -> dict[str, Tensor]:
@@ -114,9 +117,10 @@ class MoAProject(Project):
 
     def output(self, o: Tensor, flow: Flow) -> Tensor:
         routing: Routing = flow.memo["routing"]
-        weighed = o.transpose(1, 2) * routing.gates(self.renorm)[..., None].to(o.dtype)
-        y = dispatch(weighed.flatten(0, 1), self.o_experts, routing.chosen.flatten(0, 1))
-        return y.sum(1).unflatten(0, flow.x.shape[:2])
+        groups: Groups = flow.memo["groups"]
+        gates = routing.gates(self.renorm).flatten(0, 1)
+        y = groups.sum(o.transpose(1, 2).flatten(0, 1), gates, torch.matmul, self.o_experts)
+        return y.unflatten(0, flow.x.shape[:2])
 
 
 def _experts(count: int, inputs: int, outputs: int) -> nn.Parameter:

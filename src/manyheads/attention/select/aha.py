@@ -55,6 +55,10 @@ class AHA(Part):
     def breaks(self) -> frozenset[str]:
         return frozenset({"one map", "alike heads"})
 
+    @property
+    def keeps(self) -> frozenset[str]:
+        return frozenset({"softmax"})  # near and far keys are joined by their log-sum-exp
+
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.window < 1:
             raise OptionError(f"aha: a window of {self.window} tokens sees nothing; the smallest is 1 (itself)")

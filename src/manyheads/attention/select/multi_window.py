@@ -39,6 +39,10 @@ class MultiWindow(Part):
     shift: bool = False
 
     @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"token queries"})  # windows are counted in positions of tokens
+
+    @property
     def breaks(self) -> frozenset[str]:
         return frozenset({"alike heads"})
 
