@@ -85,6 +85,7 @@ def test_a_step_makes_nothing_as_large_as_the_rows(name, monkeypatch):
         "gqa(kv_heads=4) + iha(pseudo=3, order=block)",
         "gqa(kv_heads=4) + mgk",
         "gqa + gda",
+        "gqa + longheads(chunk=32, chunks=32)",
     ],
 )
 def test_nor_do_these(spec, monkeypatch):

@@ -254,7 +254,7 @@ class Mask:
     def spans(self) -> tuple[Span, ...]:
         """What all heads see at most, or what each does, known without looking at data."""
         bounds = [rule.spans for rule in self.rules if isinstance(rule, Bounded)]
-        heads = max(map(len, bounds), default=1)
+        heads = max([1, *map(len, bounds)])
         each = zip(*(spans * (heads // len(spans)) for spans in bounds), strict=True)
         return tuple(Span(max(s.first for s in of), min(s.last for s in of)) for of in each) or (Span(),)
 

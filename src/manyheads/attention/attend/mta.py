@@ -122,10 +122,12 @@ class MTAProgram(Program):
             x = torch.cat([past, x], 2)
             if rows.stop == flow.q.length:
                 flow.new_state[name] = x[:, :, -self.back :, -self.keep :].clone()
+        if t == 1:  # every tap asks what one query sees
+            return _depthwise(x.masked_fill(~visible, 0.0), kernel)
         total = torch.zeros_like(x[:, :, :t])
         for tap, weights in enumerate(kernel.split(1, 1)):
             seen = x[:, :, tap : tap + t].masked_fill(~visible, 0.0)
-            total = total + F.conv2d(seen, weights[:, None], padding=(0, kernel.shape[2] // 2), groups=len(kernel))
+            total = total + _depthwise(seen, weights)
         return total
 
     def _mix(self, x: Tensor, step: str) -> Tensor:
@@ -133,6 +135,11 @@ class MTAProgram(Program):
             return x
         mix = self.mixes[step]
         return (mix @ x.unflatten(1, (len(mix), -1)).flatten(3)).unflatten(3, x.shape[2:]).flatten(1, 2)
+
+
+def _depthwise(x: Tensor, kernel: Tensor) -> Tensor:
+    """`[B, H, t + rows - 1, S]` by `[H, rows, keys]` to `[B, H, t, S]`."""
+    return F.conv2d(x, kernel[:, None], padding=(0, kernel.shape[2] // 2), groups=len(kernel))
 
 
 def _steps(which: Steps) -> tuple[str, ...]:

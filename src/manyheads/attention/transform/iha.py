@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -179,7 +179,6 @@ class IHATransform(Transform):
         plain = mask.rules == (causal,) and mask.k.start == 0 and first is not None and mask.q.whole and mask.k.whole
         step = max(1, MADE_BYTES // (call.k[:, :, :1].numel() * call.k.element_size()))
 
-        @lru_cache(maxsize=1)
         def some(at: int) -> tuple[Tensor, Tensor, Mask]:
             keys, near = slice(at, at + step), replace(mask, k=mask.k[at : at + step])
             k = call.k[:, :, keys]
@@ -188,17 +187,16 @@ class IHATransform(Transform):
             past = plain and at + near.k.length <= (first or 0)
             return k, call.v[:, :, keys], replace(near, rules=()) if past else near
 
-        def of(at: int, rank: int) -> Call:
-            q, (k, v, seen) = call.q, some(at)
+        def of(k: Tensor, v: Tensor, seen: Mask, rank: int) -> Call:
+            q = call.q
             if self.places:
                 q = flow.turn(q, "q", replace(mask.q, given_position=mask.q.position - rank, memo={}))
             if self.ranked and rank and seen.rules:
                 seen = seen & (lambda q, k: self._sees(torch.full_like(k.time, rank), q, k))
             return replace(call, q=q, k=mixed(k, self.k[..., rank]), v=mixed(v, self.v[..., rank]), mask=seen)
 
-        return Deferred(
-            [partial(of, at, rank) for at in range(0, call.k.shape[2], step) for rank in range(self.pseudo)]
-        )
+        parts = [some(at) for at in range(0, call.k.shape[2], step)]
+        return Deferred([partial(of, *part, rank) for part in parts for rank in range(self.pseudo)])
 
     def join(self, outs: list[Out], flow: Flow) -> Out:
         o = merge(outs).o.unflatten(2, (-1, self.pseudo))

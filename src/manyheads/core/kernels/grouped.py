@@ -15,8 +15,6 @@ NARROW = 10
 """Query rows of a key head up to which the keys are the better left factor (measured on CPU)."""
 THIN = 4
 """Rows of weights that cost no more than fewer do against wide values (measured on CPU)."""
-
-
 SPREAD_BYTES = 4 * 2**20
 """Keys multiplied by a table at a time, few enough to stay in the processor's caches."""
 
@@ -41,9 +39,7 @@ def _scores(call: Call) -> Tensor:
     tables = max(1, len(call.spread))
     rows = heads * many // k.shape[1] * t  # queries that read one row of k
     q = (call.q * call.scale).unflatten(-1, (tables, many, -1)).unflatten(1, (-1, heads * many // k.shape[1]))
-    q = (
-        q.permute(4, 0, 1, 5, 2, 3, 6).contiguous().view(tables, batch, -1, rows, k.shape[-1])
-    )  # [tables, B, G·m, rows, E]
+    q = q.permute(4, 0, 1, 5, 2, 3, 6).contiguous().view(tables, batch, -1, rows, k.shape[-1])  # tables, B, G·m, …
 
     def against(k: Tensor, q: Tensor) -> Tensor:
         """`[B, G, rows, S]`."""
@@ -55,7 +51,7 @@ def _scores(call: Call) -> Tensor:
     if not call.spread:
         scores = against(k, q[0])
     else:
-        pieces = -(-k.numel() * k.element_size() // SPREAD_BYTES)
+        pieces = max(1, -(-k.numel() * k.element_size() // SPREAD_BYTES))
         tiles = zip(k.chunk(pieces, 2), *(table.chunk(pieces, 2) for table in call.spread), strict=True)
         each = ([against(k * table, part) for table, part in zip(tables, q, strict=True)] for k, *tables in tiles)
         scores = torch.cat([torch.stack(found).sum(0) for found in each], -1)
