@@ -88,6 +88,7 @@ def _describe(
     return {
         "layers": layers, "spec": str(layer.spec), "dim": dim, "heads": heads, "parameters": cost.parameters,
         "cache_floats": float(cost.cache_floats), "cache_bytes": 4 * float(cost.cache_floats),
+        "state_floats": cost.state_floats,
         "passes": [
             {"queries": count, "kernel": plan.kernel, "why": plan.why, "refused": dict(plan.refused)}
             for count, plan in plans
@@ -99,6 +100,8 @@ def _show(kind: dict[str, Any]) -> None:
     wrapped(f"{_ranges(kind['layers'])}: {kind['spec']}")
     typer.echo(f"  width {kind['dim']}, {kind['heads']} query heads, {kind['parameters']:,} parameters")
     typer.echo(f"  caches {kind['cache_floats']:g} numbers a token ({kind['cache_bytes']:g} bytes in float32)")
+    if kind["state_floats"]:
+        typer.echo(f"  keeps {kind['state_floats']:,} numbers a sequence, whatever its length")
     for each in kind["passes"]:
         count = each["queries"]
         wrapped(f"{count} new token{'s' if count > 1 else ''}: {each['kernel']}, because {each['why']}", "  ")

@@ -51,6 +51,12 @@ class Cost(NamedTuple):
         spare = (max(0, size - used[name]) for name, size in self.shared if name in used)
         return self.parameters - self.idle - sum(spare)
 
+    def settled(self) -> Cost:
+        """The same without rows that nobody keeps."""
+        never = sum(floats for kept, floats in self.windows if not kept)
+        lasting = tuple(window for window in self.windows if window[0])
+        return self._replace(cache_floats=self.cache_floats - never, windows=lasting)
+
     def again(self) -> Cost:
         """Of another run with the same parameters."""
         return self._replace(parameters=0, shared=(), idle=0, used=())

@@ -135,7 +135,7 @@ class Spec:
         for part, before, after in spec.layouts(dim, heads, site):
             cost = part.cost(before, after, site)
             total = total + (cost._replace(pair_flops=0) if spec.by_stage["scan"] and part.stage != "scan" else cost)
-        return total
+        return total.settled()
 
     @cached_property
     def by_stage(self) -> dict[str, list[Part]]:
