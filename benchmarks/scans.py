@@ -24,7 +24,7 @@ PLAIN = "gqa"
 
 
 SPECS = (
-    "retention", "gated_linear", "delta", "aft", "mhla(blocks=512)", "linear-attention", "softmax-linear-attention", "retnet",
+    "retention", "gated_linear", "delta", "aft", "mhla(blocks=1024)", "linear-attention", "softmax-linear-attention", "retnet",
     "gated-linear-attention", "delta_net", "gated_delta_net", "mamba2", "mamba", "mossnet(experts=4)",
 )  # fmt: skip
 """Scans alone, and the layers that papers build of them."""
