@@ -95,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(min(2, torch.get_num_threads()))
     lines = [
-        f"# Scans beside softmax attention: D={DIM}, H={HEADS}, fp32, one sequence, {torch.get_num_threads()} threads",
+        f"# Scans beside softmax attention: D={DIM}, H={HEADS}, fp32, one sequence, threads: {torch.get_num_threads()}",
         "",
         f"Measured with `python benchmarks/scans.py`, all sides in one run, median of {options.rounds} rounds. Forward and training step at",
         f"T={TOKENS:,}, in milliseconds; in brackets: times `{PLAIN}` (eight heads of 64, fused attention), and times multi-head",
