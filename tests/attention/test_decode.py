@@ -148,3 +148,16 @@ def test_heads_that_are_one_are_read_once():
         o = attend(cut, kernel="grouped").o
     assert step.numbers <= 2 * 8 * 600, step.made
     torch.testing.assert_close(o, attend(cut, kernel="tiled").o, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "gqa(kv_heads=2) + mgk + softmax(cap=3.0)",  # a cap finds the level of a key in its score
+        "gqa(kv_heads=2) + iha(pseudo=2) + window(3, first=2)",  # the first tokens go by position
+        "gqa + iha + window(4, first=3)",
+        "multi_value(groups=2, key_dim=4, expand=1, scale=1.0) + head_composition(kv_heads=2)",
+    ],
+)
+def test_what_works_on_scores_and_positions_finds_them_where_queries_are_few(spec):
+    decode(Case(spec, tokens=41))

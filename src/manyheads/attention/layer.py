@@ -174,9 +174,13 @@ class Attention(nn.Module):
         o = self._heads(call, flow)
         if self.project.turns_values:
             o = self._turn(o, "v", flow.q, back=True)
-        o = self.project.undo(o, flow)
-        for piece in self.late_transforms if self._after(flow) else ():
-            o = piece.v_after(o, flow)
+        mapped: list[Callable[[Tensor, Flow], Tensor]] = [self.project.undo]
+        if self._after(flow):
+            after = [piece.v_after for piece in self.late_transforms]
+            made = flow.view == "absorbed" or self.project.undoes  # values are only final once undone
+            mapped = [*mapped, *after] if made else [*after, *mapped]
+        for change in mapped:
+            o = change(o, flow)
         for piece in cast(Sequence[Gate], self.gates):
             o = piece.gate(o, flow)
         y = self.project.output(o, flow)
@@ -350,7 +354,7 @@ class Attention(nn.Module):
         return next(each for each in found if each is not None)
 
     def _after(self, flow: Flow) -> bool:
-        """Whether transforms of values come behind `undo`, on head outputs (they are linear: see `view`)."""
+        """Whether transforms of values come behind attention, on head outputs (they are linear: see `view`)."""
         return flow.moved or self.project.undoes
 
     def view(self, queries: int) -> View:

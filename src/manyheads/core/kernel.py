@@ -26,6 +26,7 @@ class Call:
     """One attention problem: q `[B, H, T, E]`, k `[B, G, S, E]`, v `[B, G, S, V]`, query head h reads head h // (H/G).
 
     scale multiplies the scores and is always explicit. softcap: scores become `softcap · tanh(score / softcap)`.
+    level: a part of the scores beside the product, which whatever works on scores finds in them (a bias comes after).
     program: score programs of this call alone, which run after those of the layer.
 
     Rows may stay as they are cached, for few queries to read: where q is m times as wide, m rows of k side by side are
@@ -41,6 +42,7 @@ class Call:
     bias: Bias | None = None
     softcap: float | None = None
     program: tuple[ScoreProgram, ...] = ()
+    level: Bias | None = None
     beside: int = 1
     spread: tuple[Tensor, ...] = ()
 
@@ -187,7 +189,8 @@ def plan_call(call: Call, program: Sequence[object] = (), *, need_lse: bool = Fa
 
     heads, t, groups, s = *call.q.shape[1:3], *call.k.shape[1:3]
     program = [str(p) for p in (*program, *call.program)]
-    free = call.bias is None and (call.mask.is_causal or call.mask.is_full)
+    biased = call.bias is not None or call.level is not None
+    free = not biased and (call.mask.is_causal or call.mask.is_full)
     few = t * (heads // groups) <= FEW_ROWS
     return plan(
         t=t,
@@ -195,7 +198,7 @@ def plan_call(call: Call, program: Sequence[object] = (), *, need_lse: bool = Fa
         groups=groups,
         program=program,
         need_lse=need_lse,
-        bias=call.bias is not None,
+        bias=biased,
         softcap=call.softcap is not None,
         dropout=dropout > 0,
         device="cpu" if call.q.device.type == "meta" else call.q.device.type,  # only described
@@ -229,7 +232,13 @@ def attend(
         raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
     if kernel != "grouped":
         call = call.whole
+    if call.level is not None and kernel != "tiled":  # nothing else works on the scores
+        call = replace(call, bias=_sum(call.level, call.bias), level=None)
     return KERNELS[kernel](call, (*program, *call.program), need_lse=need_lse, dropout=dropout)
+
+
+def _sum(level: Bias, bias: Bias | None) -> Bias:
+    return level if bias is None else lambda rows, keys: level(rows, keys) + bias(rows, keys)
 
 
 def merge(outs: Sequence[Out]) -> Out:

@@ -101,28 +101,28 @@ class Mixture(Piece):
         self.prior = nn.Parameter(torch.full(places, -math.log(m - 1))) if options.sums else None
 
     def split(self, call: Call, flow: Flow) -> list[Call]:
-        if flow.few and self.shift is None and call.bias is None:
+        if flow.few and self.shift is None and self.prior is not None:  # else a level of each head would reach others
             return self._where_they_are(call)
         q, keys = self.components(call, flow)
         return [replace(call, q=q, k=k, scale=1.0) for k in keys.unbind(1)]
 
     def _where_they_are(self, call: Call) -> list[Call]:
-        """Few queries: keys stay as they are cached, and what does not depend on both sides is a bias of the scores."""
+        """Few queries: keys stay as they are cached, and what does not depend on both sides is their level."""
         keys, wide = call.k.unflatten(1, (len(self.precisions), -1)), torch.promote_types(call.q.dtype, torch.float32)
         each, c = call.q.shape[1] // keys.shape[2], self._precision(call)
         own = torch.linalg.vector_norm(call.q, dim=-1, keepdim=True, dtype=wide).square()
 
-        def component(k: Tensor, c: Tensor, prior: Tensor | float) -> Call:
+        def component(k: Tensor, c: Tensor, prior: Tensor) -> Call:
             norm = torch.linalg.vector_norm(k, dim=-1, dtype=wide).square()
-            level = (prior - c * norm).repeat_interleave(each, 1)[:, :, None]
+            of_keys = (prior - c * norm).repeat_interleave(each, 1)[:, :, None]
 
-            def bias(rows: slice, at: slice) -> Tensor:
-                return (level[..., at] - c * own[:, :, rows]).to(k.dtype)
+            def level(rows: slice, at: slice) -> Tensor:
+                return (of_keys[..., at] - c * own[:, :, rows]).to(k.dtype)
 
-            return replace(call, k=k, scale=1.0, q=(2 * c * call.q).to(k.dtype), bias=bias)
+            return replace(call, k=k, scale=1.0, q=(2 * c * call.q).to(k.dtype), level=level)
 
-        priors = self._prior(call.mask.k, wide).unbind(1) if self.prior is not None else [0.0] * len(c)
-        return [component(*each) for each in zip(keys.unbind(1), c, priors, strict=True)]
+        priors = self._prior(call.mask.k, wide)
+        return [component(*each) for each in zip(keys.unbind(1), c, priors.unbind(1), strict=True)]
 
     def _precision(self, call: Call) -> Tensor:
         """c `[M]`."""

@@ -138,15 +138,12 @@ class IHATransform(Transform):
         return axis.once(("iha", self.pseudo, self.order), make)
 
     def rules(self, flow: Flow) -> tuple[Rule, ...]:
-        return (self._rank,) if self.ranked and not flow.moved else ()
+        return (self._rank,) if self.ranked else ()
 
     def _rank(self, q: Axis, k: Axis) -> Tensor:
         """Of its own token a pseudo-token sees those up to itself."""
-        return self._sees(k.position % self.pseudo, q, k)
-
-    def _sees(self, rank: Tensor, q: Axis, k: Axis) -> Tensor:
-        """Keys of so high a rank, of all earlier tokens and of a pseudo-token's own up to itself."""
-        return (cols_of(rank) <= rows_of(q.position % self.pseudo)) | (cols_of(k.time) != rows_of(q.time))
+        before = cols_of(k.position % self.pseudo) <= rows_of(q.position % self.pseudo)
+        return before | (cols_of(k.time) != rows_of(q.time))
 
     def split(self, call: Call, flow: Flow) -> Sequence[Call]:
         if flow.described:
@@ -176,14 +173,15 @@ class IHATransform(Transform):
         q̃·R(nP + p) k̃_p = R(-p) q̃ · (Σ_m a_K[m, g, p] R(nP) k_m), so keys turn once for all p.
         """
         mask, first = call.mask, flow.q.start
-        plain = mask.rules == (causal,) and mask.k.start == 0 and first is not None and mask.q.whole and mask.k.whole
+        known = first is not None and mask.k.start == 0 and mask.q.whole and mask.k.whole
+        plain = known and mask.rules in ((causal,), (causal, self._rank))
         step = max(1, MADE_BYTES // (call.k[:, :, :1].numel() * call.k.element_size()))
 
         def some(at: int) -> tuple[Tensor, Tensor, Mask]:
             keys, near = slice(at, at + step), replace(mask, k=mask.k[at : at + step])
             k = call.k[:, :, keys]
             if self.places:
-                k = flow.turn(k, "k", replace(near.k, given_position=near.k.position * self.pseudo, memo={}))
+                k = flow.turn(k, "k", self._place(near.k, 0))
             past = plain and at + near.k.length <= (first or 0)
             return k, call.v[:, :, keys], replace(near, rules=()) if past else near
 
@@ -191,12 +189,15 @@ class IHATransform(Transform):
             q = call.q
             if self.places:
                 q = flow.turn(q, "q", replace(mask.q, given_position=mask.q.position - rank, memo={}))
-            if self.ranked and rank and seen.rules:
-                seen = seen & (lambda q, k: self._sees(torch.full_like(k.time, rank), q, k))
+                seen = replace(seen, k=self._place(seen.k, rank)) if seen.rules else seen
             return replace(call, q=q, k=mixed(k, self.k[..., rank]), v=mixed(v, self.v[..., rank]), mask=seen)
 
         parts = [some(at) for at in range(0, call.k.shape[2], step)]
         return Deferred([partial(of, *part, rank) for part in parts for rank in range(self.pseudo)])
+
+    def _place(self, axis: Axis, rank: int) -> Axis:
+        """Where the pseudo-tokens of one rank stand."""
+        return replace(axis, given_position=axis.position * self.pseudo + rank, memo={})
 
     def join(self, outs: list[Out], flow: Flow) -> Out:
         o = merge(outs).o.unflatten(2, (-1, self.pseudo))

@@ -59,6 +59,8 @@ def _tile(
     scores = next((x for p in program if (x := p.scores(q, k, call.scale)) is not None), None)
     if scores is None:
         scores = _each(q * call.scale, k.transpose(-1, -2))
+    if call.level is not None:
+        scores = scores + call.level(rows, keys)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     visible = near.mask.tile(rows)
