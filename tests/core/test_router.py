@@ -110,11 +110,16 @@ def test_balance_within_sequences():
     torch.testing.assert_close(routed.balance(valid, per_sequence=True), (each[0] + each[2]) / 2)
 
 
+def test_padding_alone_has_no_loss():
+    routed, nothing = routing(), torch.zeros(3, 10, dtype=torch.bool)
+    assert not routed.balance(nothing) and not routed.balance(nothing, per_sequence=True) and not routed.size(nothing)
+
+
 def test_chances_are_single_precision_at_least():
     assert route(torch.randn(1, 4, 5, dtype=torch.bfloat16), 2).gates().dtype == torch.float32
 
 
-@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 1.25, 1.7])
 def test_an_expert_takes_those_who_come_first(capacity):
     """By hand: tokens in order, the best choice of each first, padding not counted."""
     chosen, valid = routing().chosen, torch.rand(3, 10) < 0.7

@@ -49,7 +49,7 @@ class Routing(NamedTuple):
         tokens = valid.expand(self.chance.shape[:2])[..., None].to(self.chance.dtype)
         count = tokens.sum(1)
         chance, load = ((x * tokens).sum(1) / count.clamp_min(1) for x in (self.chance, chosen))
-        return self.chance.shape[-1] * (chance * load).sum() / (count > 0).sum()
+        return self.chance.shape[-1] * (chance * load).sum() / (count > 0).sum().clamp_min(1)
 
     def size(self, valid: Tensor) -> Tensor:
         """Mean of logsumexp(logits)² over valid tokens, which keeps logits small (the z-loss of arXiv 2202.08906)."""
@@ -59,7 +59,7 @@ class Routing(NamedTuple):
 def _mean(x: Tensor, valid: Tensor) -> Tensor:
     """Over valid tokens, bool `[B or 1, T]`; `[B, T, E]` to `[E]`."""
     tokens = valid.expand(x.shape[:2])[..., None].to(x.dtype)
-    return (x * tokens).sum((0, 1)) / tokens.sum()
+    return (x * tokens).sum((0, 1)) / tokens.sum().clamp_min(1)
 
 
 def route(logits: Tensor, top: int, sample: int = 0) -> Routing:
@@ -165,5 +165,5 @@ def first_come(chosen: Tensor, valid: Tensor, capacity: float, experts: int) -> 
     load = torch.zeros_like(queue[:1]).expand(batch * experts + 1).scatter_add(0, queue, torch.ones_like(queue))
     turn = torch.arange(len(queue), device=chosen.device) - (load.cumsum(0) - load)[queue[order]]
     turn = torch.empty_like(turn).scatter(0, order, turn).view(batch, tokens, top)
-    room = (capacity * top / experts * valid.sum(-1)).ceil()
+    room = (capacity * top * valid.sum(-1).double() / experts).ceil()
     return (turn < room[:, None, None]) & valid[..., None]
