@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from manyheads.bench.compare import compare
-from manyheads.bench.comparison import Comparison, Entry
+from manyheads.bench.comparison import Entry
 from manyheads.cli.output import Bars
 
 CLAIMS: dict[str, str] = {
@@ -66,13 +66,6 @@ def row(name: str, entry: Entry, difference: float, error: float | None, claim: 
     )
 
 
-def beside(base: Comparison, entry: Entry) -> tuple[float, float | None]:
-    """Difference and paired standard error against the base of another comparison of the same seeds and text."""
-    pairs = [mine - other for mine, other in zip(entry.losses, base.base.losses, strict=True)]
-    mean = sum(pairs) / len(pairs)
-    return mean, (sum((each - mean) ** 2 for each in pairs) / (len(pairs) - 1) / len(pairs)) ** 0.5
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
@@ -92,7 +85,7 @@ def main() -> None:
         for (name, value), claim in STACKS.items():
             out = options.work / f"{name}-{value.partition('(')[0]}"
             other = compare(["gqa"], out=out, progress=bars, **{name: value}, **size, **runs)  # type: ignore[arg-type]
-            rows.append(row(f"{name}: {value}", other.base, *beside(found, other.base), claim))
+            rows.append(row(f"{name}: {value}", other.base, *found.difference(other.base), claim))
     reproduced = sum("| reproduced |" in line for line in rows)
     lines = [
         "# Loss at a small scale beside what papers claim",

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from algebra import DIM, HEADS, base_for, passes
-from torch import Tensor
 
 import manyheads as mh
-from manyheads.bench.timing import interleaved
+from manyheads.bench.timing import interleaved, kept_for_backward
 from manyheads.core.mask import Axis
 
 TOKENS, CONTEXTS, LENGTHS = 4096, (2048, 32768), (2048, 4096, 8192)
@@ -49,23 +49,6 @@ def decoding(layer: mh.Attention, context: int) -> Callable[[], Any]:
     return step
 
 
-def kept_for_backward(layer: mh.Attention, length: int) -> int:
-    """Bytes of the storages that a training pass of one sequence keeps, weights apart."""
-    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = layer(torch.randn(1, length, DIM))
-    size = sum(size for at, size in kept.items() if at not in weights)
-    del y
-    return size
-
-
 def measure(spec: str, rounds: int) -> str:
     site = mh.Site(max_len=2 * CONTEXTS[-1])
     layer = mh.Attention(spec, DIM, HEADS, site=site)
@@ -77,7 +60,8 @@ def measure(spec: str, rounds: int) -> str:
         timed = interleaved({side: passes(each, x)[what] for side, each in sides.items()}, rounds)
         against = [timed[side].ratio(timed["scan"]) for side in ("plain", "base")]
         cells.append(f"{timed['scan'].median:.0f} ({against[0]:.2f}, {against[1]:.2f})")
-    cells.append(" / ".join(f"{kept_for_backward(layer, length) / 2**20:.0f}" for length in LENGTHS))
+    passes_of = (partial(layer, torch.randn(1, length, DIM)) for length in LENGTHS)
+    cells.append(" / ".join(f"{kept_for_backward(run, layer.parameters()) / 2**20:.0f}" for run in passes_of))
     layer.eval(), base.eval()
     for context in CONTEXTS:
         sides = {"scan": decoding(layer, context), "base": decoding(base, context)}

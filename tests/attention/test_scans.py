@@ -1,10 +1,13 @@
 """What every scan promises: memory linear in the length of a pass, a state of one size, refusals that say why."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import manyheads as mh
 from manyheads import Cache, OptionError, SpecError
+from manyheads.bench.timing import kept_for_backward
 from manyheads.core.mask import Axis, Mask
 from manyheads.core.registry import all_parts
 from manyheads.core.spec import Spec
@@ -28,24 +31,11 @@ KEPT = [scan for scan, states in STATES.items() if states]
 CONSTANT = [scan for scan in KEPT if not any(state.every for state in STATES[scan].values())]
 
 
-def kept_for_backward(layer, tokens):
-    """Bytes of the storages that a training pass keeps, weights apart."""
-    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
-    kept = {}
-
-    def keep(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y = layer(torch.randn(1, tokens, layer.dim))
-    return sum(size for at, size in kept.items() if at not in weights) + 0 * len(y)
-
-
 @pytest.mark.parametrize("scan", CONSTANT, ids=line)
 def test_memory_is_linear_in_the_length(scan):
     layer = mh.Attention(line(scan), 24, 4)
-    short, long = kept_for_backward(layer, 512), kept_for_backward(layer, 1024)
+    inputs = (torch.randn(1, tokens, 24) for tokens in (512, 1024))
+    short, long = (kept_for_backward(partial(layer, x), layer.parameters()) for x in inputs)
     assert short < long < 2.1 * short
 
 

@@ -181,6 +181,23 @@ def peak_rss_mb() -> float:
     return max(PeakMemory.earlier, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / _MB)
 
 
+def kept_for_backward(run: Callable[[], object], but: Iterable[Tensor] = ()) -> int:
+    """Bytes of the storages that what `run` returns keeps for its gradients, those of `but` (weights) apart."""
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        result = run()
+    apart = {t.untyped_storage().data_ptr() for t in but}
+    size = sum(size for at, size in kept.items() if at not in apart)
+    del result  # which held the storages, so that none of them took another's place
+    return size
+
+
 class PeakMemory:
     """`with PeakMemory() as peak: ...` measures the largest resident memory inside the block, MB (2**20 bytes).
 

@@ -225,6 +225,14 @@ class Part:
         return Cost()
 
 
+SCORELESS: frozenset[str] = frozenset({"scores", "bare scores", "plain scores", "softmax", "token keys"})
+"""What a state in place of keys breaks."""
+IN_ORDER: Mapping[str, str] = {
+    "causal": "a scan reads tokens in order: a causal layer, or softmax attention in an encoder"
+}
+"""The hint of what reads tokens in order."""
+
+
 @dataclass(frozen=True)
 class Recurrence(Part):
     """Options of a scan. Its keys and values are read in the pass that makes them and never cached."""
@@ -241,11 +249,11 @@ class Recurrence(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"scores", "bare scores", "plain scores", "softmax", "token keys"})
+        return SCORELESS
 
     @property
     def hint(self) -> Mapping[str, str]:
-        return {"causal": "a scan reads tokens in order: a causal layer, or softmax attention in an encoder"}
+        return IN_ORDER
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         return heads._replace(keep=0)

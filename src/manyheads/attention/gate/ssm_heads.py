@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from manyheads.attention.ssm import SelectiveSSM, check_ssm, ssm_cost
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
-from manyheads.core.part import Gate, Heads, Part, Site
+from manyheads.core.part import IN_ORDER, Gate, Heads, Part, Site
 from manyheads.core.registry import register
 
 
@@ -51,8 +52,8 @@ class SSMHeads(Part):
         return frozenset({"token keys"})
 
     @property
-    def hint(self) -> dict[str, str]:
-        return {"causal": "a scan reads tokens in order: a causal layer, or softmax attention in an encoder"}
+    def hint(self) -> Mapping[str, str]:
+        return IN_ORDER
 
     def rank(self, dim: int) -> int:
         return -(-dim // 16) if self.dt_rank is None else self.dt_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,7 +12,7 @@ from manyheads.attention.ssm import SelectiveSSM, check_ssm, ssm_cost
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.mask import Axis
-from manyheads.core.part import Heads, OptionError, Part, Project, Scan, Site
+from manyheads.core.part import IN_ORDER, SCORELESS, Heads, OptionError, Part, Project, Scan, Site
 from manyheads.core.registry import register
 from manyheads.core.selective import CHUNK
 
@@ -60,11 +61,11 @@ class SelectiveSSMPart(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"scores", "bare scores", "plain scores", "softmax", "token keys"})
+        return SCORELESS
 
     @property
-    def hint(self) -> dict[str, str]:
-        return {"causal": "a scan reads tokens in order: a causal layer, or softmax attention in an encoder"}
+    def hint(self) -> Mapping[str, str]:
+        return IN_ORDER
 
     def rank(self, dim: int) -> int:
         return -(-dim // 16) if self.dt_rank is None else self.dt_rank
