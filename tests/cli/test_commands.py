@@ -156,7 +156,7 @@ def test_explain_a_checkpoint(single):
     ran = run("explain", single, "--json", "--queries", "1,300")
     (kind,) = ran.json["kinds"]
     assert set(kind) == {
-        "layers", "spec", "dim", "heads", "parameters", "cache_floats", "cache_bytes", "passes",
+        "layers", "spec", "dim", "heads", "parameters", "cache_floats", "state_floats", "cache_bytes", "passes",
     }  # fmt: skip
     assert kind["layers"] == [0, 1, 2] and (kind["dim"], kind["heads"]) == (48, 8)
     assert kind["cache_floats"] == 24 and ran.json["cache_bytes"] == 288
