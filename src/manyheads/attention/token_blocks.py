@@ -81,9 +81,13 @@ class TokenBlocks(NamedTuple):
 
     def carry_on(self, past: Tensor, sums: Tensor) -> Tensor:
         """The state of the newest document, `[B, heads, blocks, …]`: sums of its blocks, those of `past` included."""
-        newest = self.document.amax(-1).clamp_min(0)
         held = past.shape[2]
-        count = max(self.reach, held if isinstance(self.slot, int) else int(torch.where(newest == 0, held, 0).max()))
+        if isinstance(self.slot, int):  # only the newest blocks change; the others are copied once
+            first = self.reach - self.count
+            begun = F.pad(past[:, :, first:], (0, 0, 0, 0, 0, self.reach - held))
+            return torch.cat([past[:, :, :first], begun + sums], 2)
+        newest = self.document.amax(-1).clamp_min(0)
+        count = max(self.reach, int(torch.where(newest == 0, held, 0).max()))
         here = self.block[:, None] == torch.arange(count, device=sums.device)[:, None]
         here = (here & (self.document == newest[:, None])[:, None]).to(sums.dtype)
         new = torch.einsum("bij,bgjkv->bgikv", here.expand(len(sums), -1, -1), sums)

@@ -136,15 +136,13 @@ class MHLAScan(Scan):
         q, k, rows = (at.lay(each) for each in (q.to(wide), stream.tokens(k.to(wide)), stream.tokens(rows)))
         q, m, sums = q.unflatten(1, (k.shape[1], -1)), self.weights().to(wide), k.transpose(-1, -2) @ rows
         pairs = m[at.block[:, :, None], at.block[:, None]] * (at.document[:, :, None] == at.document[:, None])
-        o = 0.0
+        o, mixed = 0.0, _mixed(pairs.tril(-1) if self.causal else pairs, sums)
         if self.causal:
             scores = (q @ k.transpose(-1, -2)[:, :, None]).masked_fill(future(at.room, q.device), 0.0)
             o = scores * m[at.block, at.block][:, None, None, :, None, None] @ rows[:, :, None]
             past = sums[:, :, :0] if stream.state is None else stream.state.expand(len(sums), -1, -1, -1, -1)
             flow.new_state["scan"] = at.carry_on(past, sums)
-            seen = m[at.block, : past.shape[2]] * (at.document == 0)[..., None]
-            pairs, sums = torch.cat([seen, pairs.tril(-1)], -1), torch.cat([past, sums], 2)
-        mixed = torch.einsum("bij,bgjkv->bgikv", pairs.expand(len(sums), -1, -1), sums)
+            mixed = mixed + _mixed(m[at.block, : past.shape[2]] * (at.document == 0)[..., None], past)
         o = at.gather((o + q @ mixed[:, :, None]).flatten(1, 2), t)
         return (averaged(o) if self.normaliser else o).to(v.dtype)
 
@@ -157,3 +155,8 @@ class MHLAScan(Scan):
             last = int(torch.where(axis.validity, axis.position, 0).max())
         if last >= self.size * len(self.mix):
             raise ValueError(f"mhla: position {last} is beyond {len(self.mix)} blocks of {self.size} tokens")
+
+
+def _mixed(weights: Tensor, sums: Tensor) -> Tensor:
+    """Σ_j w_ij S_j, `[B, G, i, K, V]`, of weights `[B or 1, i, j]` and sums `[B, G, j, K, V]`, which are not copied."""
+    return (weights[:, None] @ sums.flatten(3)).unflatten(3, sums.shape[3:])
