@@ -88,8 +88,8 @@ def test_a_slice_moves_its_own_router_and_bank_only():
         return adapter.route(x).chance
 
     def parts(x):
-        routing = adapter.route(x)
-        z = (adapter.slices(x)[..., None, :, :] @ adapter.lora_a)[..., 0, :] * adapter.gates(routing)[..., None]
+        z = torch.einsum("hd,hedr->her", x.unflatten(-1, (H, -1)), adapter.lora_a)
+        z = z * adapter.gates(adapter.route(x))[..., None]
         return torch.einsum("her,herf->hf", z, adapter.lora_b)
 
     for of in (chances, parts):

@@ -86,13 +86,14 @@ class HeadwiseAdapter(Adapter):
         self.lora_a = nn.Parameter(torch.empty(h, experts, width, rank).uniform_(-(width**-0.5), width**-0.5))
         self.lora_b = nn.Parameter(torch.zeros(h, experts, rank, outputs))
 
-    def slices(self, x: Tensor) -> Tensor:
-        """x `[…, D]` as `[…, h, 1, D/h]`, in the adapter's own precision."""
-        return x.to(self.lora_a.dtype).unflatten(-1, (self.options.heads, 1, -1))
+    def products(self, x: Tensor, weights: Tensor) -> Tensor:
+        """x_j W_j of the slices of x `[…, D]` with weights `[h, D/h, n]`: `[…, h, n]`, in the adapter's precision."""
+        rows = x.to(weights.dtype).reshape(-1, *weights.shape[:2]).transpose(0, 1)  # [h, N, D/h]: one product a slice
+        return (rows @ weights).transpose(0, 1).reshape(*x.shape[:-1], len(weights), -1)
 
     def route(self, x: Tensor) -> Routing:
         """Chances `[…, h, E]` and choices `[…, h, top]`."""
-        return route((self.slices(x) @ self.router)[..., 0, :], self.options.top)
+        return route(self.products(x, self.router), self.options.top)
 
     def gates(self, routing: Routing) -> Tensor:
         """w `[…, h, E]`, zero for experts that are not chosen."""
@@ -104,8 +105,8 @@ class HeadwiseAdapter(Adapter):
             self.shared.routes.setdefault(self.at, []).append(routing.chosen.detach())
         if self.training and self.options.balance:
             self.shared.losses[self.at] = self.options.balance * self.balance(routing)
-        z = self.slices(x)[..., None, :, :] @ self.lora_a  # [..., h, E, 1, r]
-        z = z[..., 0, :] * self.gates(routing)[..., None]
+        z = self.products(x, self.lora_a.transpose(1, 2).flatten(2)).unflatten(-1, self.lora_a.shape[1::2])
+        z = z * self.gates(routing)[..., None]  # [..., h, E, r]
         return y + (self.options.scale * (z.flatten(-3) @ self.lora_b.flatten(0, 2))).to(y.dtype)
 
     def balance(self, routing: Routing) -> Tensor:
