@@ -29,6 +29,9 @@ SIZED: dict[str, str] = {
     "softmax": "gqa + softmax(cap=30.0)",
     "cog-attention": "gqa + cog-attention(soft_ends=false)",
     "moh": "gqa + moh(top=6)",
+    "linear": "gqa + features + linear",
+    "mhla": "gqa + mhla(blocks=64)",
+    "umoe": "umoe(experts=16, top=3, hidden=128)",
 }
 """Specs of parts whose defaults need numbers, or say nothing, at this size."""
 
@@ -56,6 +59,13 @@ def passes(layer: nn.Module, x: Tensor) -> dict[str, Callable[[], Any]]:
     return {"forward": forward, "train": train}
 
 
+def arithmetic(spec: mh.Spec | str, site: mh.Site) -> float:
+    """FLOPs of a forward pass of one sequence that looks at every pair of tokens that `site` allows."""
+    cost = mh.Spec.parse(spec).resolve(site).cost(DIM, HEADS, site)
+    pairs = TOKENS * (TOKENS + 1) // 2 if site.causal else TOKENS**2
+    return TOKENS * cost.token_flops + pairs * cost.pair_flops
+
+
 def decoding(layer: mh.Attention) -> Callable[[], Any]:
     cache = mh.Cache()
     with torch.no_grad():
@@ -81,6 +91,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     base = mh.Attention(base_for(parameters), DIM, HEADS, site=site)
     x = torch.randn(BATCH, TOKENS, DIM)
     found: dict[str, Any] = {"name": name, "spec": spec, "parameters": parameters, "base": base_for(parameters)}
+    found["arithmetic"] = arithmetic(layer.spec, site) / arithmetic(base.spec, site)
     found["kernel"] = layer.explain(TOKENS).kernel
     for what in ("forward", "train"):
         sides = {side: passes(each, x)[what] for side, each in (("part", layer), ("base", base))}
@@ -108,7 +119,7 @@ def row(found: dict[str, Any]) -> str:
     )
     kernels = found["kernel"] + (f", {found['decode kernel']}" if "decode" in found else "")
     return (
-        f"| `{found['spec']}` | {found['parameters']:,} | {found['forward']:.0f} ({found['forward ratio']:.2f}) | "
+        f"| `{found['spec']}` | {found['parameters']:,} | {found['arithmetic']:.2f} | {found['forward']:.0f} ({found['forward ratio']:.2f}) | "
         f"{found['train']:.0f} ({found['train ratio']:.2f}) | {found['part MB']:.0f} ({found['base MB']:.0f}) | "
         f"{decode}{kernels} |"
     )
@@ -126,10 +137,11 @@ def main() -> None:
         "",
         f"Measured with `python benchmarks/algebra.py`, part and base in one run, median of {options.rounds} rounds. Forward and",
         f"training step at T={TOKENS}, B={BATCH}; decode step at a context of {CONTEXT:,}, B={BATCH}. In brackets: times the base, whose",
-        "parameters are the part's; memory: added at the peak of a training step, the base's in brackets.",
+        "parameters are the part's; memory: added at the peak of a training step, the base's in brackets. Arithmetic: FLOPs of a",
+        "forward pass, times the base's: with as many parameters a part may have more or wider heads, and so more to compute.",
         "",
-        "| spec | parameters | forward, ms | training step, ms | memory, MB | decode, ms | cache, KB a sequence | kernels |",
-        "|---|---|---|---|---|---|---|---|",
+        "| spec | parameters | arithmetic | forward, ms | training step, ms | memory, MB | decode, ms | cache, KB a sequence | kernels |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in options.parts or all_parts():
         lines.append(row(measure(name, options.rounds)))

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from manyheads.bench.compare import compare
-from manyheads.bench.comparison import Entry
+from manyheads.bench.comparison import Comparison, Entry
 from manyheads.cli.output import Bars
 
 CLAIMS: dict[str, str] = {
@@ -37,10 +37,13 @@ CLAIMS: dict[str, str] = {
 }
 """Against multi-head softmax attention of as many parameters; what papers say of far larger models."""
 
-STACKS: dict[tuple[str, str], str] = {
-    ("residual", "mhar(heads=4)"): "better",
-}
-"""Options of the whole stack, with multi-head attention."""
+MOE = "moe(experts=4, top=2, hidden=128, act=gelu)"
+STACKS: tuple[tuple[str, str, str, str | None], ...] = (
+    ("residual", "mhar(heads=4)", "better", None),
+    ("ffn", MOE, "worse", None),
+    ("ffn", "mh_moe(heads=4, experts=48, hidden=32, top=4, act=gelu)", "better", MOE),
+)
+"""Options of the whole stack, with multi-head attention; the last field: the option's value that the claim is against."""
 
 
 def shown(difference: float, error: float | None) -> str:
@@ -82,10 +85,13 @@ def main() -> None:
             row(entry.spec, entry, *found.difference(entry), claim)
             for entry, claim in zip(found.entries, CLAIMS.values(), strict=True)
         ]
-        for (name, value), claim in STACKS.items():
+        others: dict[str | None, Comparison] = {None: found}
+        for name, value, claim, against in STACKS:
             out = options.work / f"{name}-{value.partition('(')[0]}"
-            other = compare(["gqa"], out=out, progress=bars, **{name: value}, **size, **runs)  # type: ignore[arg-type]
-            rows.append(row(f"{name}: {value}", other.base, *found.difference(other.base), claim))
+            others[value] = compare(["gqa"], out=out, progress=bars, **{name: value}, **size, **runs)  # type: ignore[arg-type]
+            base, entry = others[against], others[value].base
+            beside = "" if against is None else f", against {against.partition('(')[0]}"
+            rows.append(row(f"{name}: {value}{beside}", entry, *base.difference(entry), claim))
     reproduced = sum("| reproduced |" in line for line in rows)
     lines = [
         "# Loss at a small scale beside what papers claim",

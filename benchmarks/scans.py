@@ -20,26 +20,30 @@ from manyheads.bench.timing import interleaved, kept_for_backward
 from manyheads.core.mask import Axis
 
 TOKENS, CONTEXTS, LENGTHS = 4096, (2048, 32768), (2048, 4096, 8192)
-PLAIN = "gqa"
+BLOCK, PLAIN = 2048, "gqa"
 
 
 SPECS = (
-    "retention", "gated_linear", "delta", "aft", "mhla(blocks=1024)", "linear-attention", "softmax-linear-attention", "retnet",
+    "retention", "gated_linear", "delta", "aft", "mhla(block=512, blocks=128)", "linear-attention", "softmax-linear-attention", "retnet",
     "gated-linear-attention", "delta_net", "gated_delta_net", "mamba2", "mamba", "mossnet(experts=4)",
 )  # fmt: skip
 """Scans alone, and the layers that papers build of them."""
 
 
 def decoding(layer: mh.Attention, context: int) -> Callable[[], Any]:
-    """One more token after `context` of them. Rows of keys are drawn; a state is what the tokens leave."""
-    cache = mh.Cache()
+    """One more token after `context` of them. A state is what the tokens leave; rows are those of 2,048, repeated."""
+    cache, some = mh.Cache(), mh.Cache()
+    read = context if layer.scan is not None else BLOCK
     with torch.no_grad():
+        for part in torch.randn(1, read, DIM).split(BLOCK, 1):
+            layer(part, cache=some)
         if layer.scan is None:
-            rows = {name: torch.randn(1, entry.heads, context, entry.width) for name, entry in layer.entries.items()}
-            cache.write(0, rows, layer.entries, Axis(context, 0))
+            token = {name: torch.zeros(1, entry.heads, 1, entry.width) for name, entry in layer.entries.items()}
+            rows = some.write(0, token, layer.entries, Axis(1, read))
+            many = {name: rows[name][:, :, :read].repeat(1, 1, context // read, 1) for name in token}
+            cache.write(0, many, layer.entries, Axis(context, 0))
         else:
-            for part in torch.randn(1, context, DIM).split(2048, 1):
-                layer(part, cache=cache)
+            cache = some
     x = torch.randn(1, 1, DIM)
 
     def step() -> None:
