@@ -55,6 +55,8 @@ class Attention(nn.Module):
         super().__init__()
         if heads < 1 or dim < 1:
             raise OptionError(f"dim={dim} and heads={heads} must both be positive")
+        if not 0 <= dropout < 1:
+            raise OptionError(f"dropout={dropout} is no probability below 1")
         self.spec = Spec.parse(spec).resolve(site)
         self.dim, self.heads, self.site, self.dropout = dim, heads, site, dropout
         pieces: dict[str, list[Piece]] = {stage: [] for stage in self.spec.by_stage}
@@ -79,6 +81,9 @@ class Attention(nn.Module):
             for piece in self._pieces()
             for name, entry in piece.entries.items()
         }
+        self.states = {name: state for piece in self._pieces() for name, state in piece.states.items()}
+        if dropout and self.scan is not None:
+            raise OptionError(f"dropout={dropout} drops attention weights, and {self.spec} has a scan in their place")
         self._place()
 
     @property
@@ -108,6 +113,7 @@ class Attention(nn.Module):
         self.writing = list(dict.fromkeys(self.owners.values()))
         self.asking = [piece for piece in self._pieces() if type(piece).ask is not Piece.ask]
         self.ruling = [piece for piece in self._pieces() if type(piece).rules is not Piece.rules]
+        self.checking = [piece for piece in self._pieces() if type(piece).check is not Piece.check]
         self.splitting = [piece for piece in self._pieces() if type(piece).split is not Piece.split]
         self.in_order = any(piece.in_order for piece in self._pieces())
         self._place_moves()
@@ -157,7 +163,10 @@ class Attention(nn.Module):
         Returns:
             y `[B, T, D]`. Queries that see no key give zero (before the output projection's bias).
         """
-        flow = self._enter(self._flow(x, positions, mask, cache, context, links))
+        flow = self._flow(x, positions, mask, cache, context, links)
+        asked, flow = flow.q, self._enter(flow)
+        for piece in self.checking:
+            piece.check(flow)
         q = self.project.queries(flow)
         flow.memo.setdefault("queries", q)
         for piece in self.early_transforms:
@@ -188,6 +197,9 @@ class Attention(nn.Module):
             y = piece.leave(y, flow)
         if isinstance(cache, Cache) and flow.new_state:
             cache.state(self.site.layer).update(flow.new_state)
+        if isinstance(cache, Cache) and self.site.cross and not isinstance(positions, Axis):
+            store = cache.site(self.site.layer)
+            store.asked = asked if store.asked is None else store.asked.cat(asked)
         return y
 
     def _flow(
@@ -231,6 +243,7 @@ class Attention(nn.Module):
         given = mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
         flow = Flow(x, source, q, new, links, layer, given, training=self.training, turn=self._turn)
         if isinstance(cache, Cache):
+            cache.site(layer).check_states(self.states, len(x))
             flow.state = cache.state(layer)
             flow.past = cache.past(layer) if self.project.remembers else cache.slots(layer)
         return flow
@@ -249,8 +262,11 @@ class Attention(nn.Module):
         """The tokens of x: they count on from what the cache has seen, padding (a `[B, T]` mask) apart."""
         if isinstance(mask, Mask):
             return mask.q
-        past = 0
-        if cache is not None and not self.site.cross:
+        past, log = 0, cache.axis if isinstance(cache, Cache) else None
+        if self.site.cross:
+            log = cache.site(self.site.layer).asked if isinstance(cache, Cache) else None
+            past = 0 if log is None else log.length
+        elif cache is not None:
             source = self.site.kv_source
             at = self.site.layer if source is None else source
             past = cache.length(at) if isinstance(cache, Cache) else cache.get_seq_length(at)
@@ -260,7 +276,6 @@ class Attention(nn.Module):
             if given is not None and (given.ndim != 2 or given.shape[1] != x.shape[1]):
                 raise ValueError(f"{what} must be about the tokens of x, {[*x.shape[:2]]}, not {[*given.shape]}")
         if positions is None:
-            log = cache.axis if isinstance(cache, Cache) else None
             positions = _count_on(None if not past or log is None else log[:past], valid, x.shape[1])
         if isinstance(past, Tensor):
             time = past.clone() + torch.arange(x.shape[1], device=x.device)[None]
@@ -308,9 +323,9 @@ class Attention(nn.Module):
                 store.fixed = True
                 return store.write(rows, self.entries, flow.new, flow.new)
             return cache.write(self.site.layer, rows, self.entries, flow.new)
-        states = [name for piece in self._pieces() for name in piece.states]
-        if states:
-            raise ValueError(f"a {type(cache).__name__} has no room for the state {states[0]!r}; use manyheads.Cache")
+        if self.states:
+            state = next(iter(self.states))
+            raise ValueError(f"a {type(cache).__name__} has no room for the state {state!r}; use manyheads.Cache")
         if self.project.remembers:
             raise ValueError(f"a {type(cache).__name__} does not give earlier rows to new ones; use manyheads.Cache")
         first = cache.get_mask_sizes(flow.q.length, self.site.layer)[1]

@@ -212,6 +212,7 @@ class SiteStore(CacheLayerMixin):
         self.state: dict[str, Tensor] = {}
         self.length = 0
         self.fixed = False  # the context of cross-attention, written once: what decoding forgets is not here
+        self.asked: Axis | None = None  # of a cross-attention layer by itself, the tokens that have read its context
 
     def write(self, rows: Mapping[str, Tensor], entries: Mapping[str, Entry], log: Axis, axis: Axis) -> Rows:
         self._check(rows)
@@ -250,6 +251,21 @@ class SiteStore(CacheLayerMixin):
                     f"the cache holds {heads} x {width} numbers of {name!r} a token; this layer has {h} x {w}"
                 )
 
+    def check_states(self, kept: Mapping[str, State], batch: int) -> None:
+        """States of another layer, or of other sequences, are nothing to go on from."""
+        strange = [name for name in self.state if not {name, name.rpartition(".")[0]} & kept.keys()]
+        if strange:
+            keeps = ", ".join(kept) or "none"
+            raise ValueError(
+                f"the cache holds the state {strange[0]!r} here; the states that this layer keeps: {keeps}"
+            )
+        for name, held in self.state.items():
+            if len(held) != batch:
+                raise ValueError(f"the cache holds a batch of {len(held)}; this pass has {batch} sequences")
+            shape = kept[name].shape if name in kept else held.shape[1:]
+            if held.ndim != len(shape) + 1 or any(n > 0 and n != m for n, m in zip(shape, held.shape[1:], strict=True)):
+                raise ValueError(f"the cache holds a state {name!r} of {[*held.shape[1:]]}; this layer has {[*shape]}")
+
     def read(self, axis: Axis) -> Rows:
         return Rows({name: growing.rows() for name, growing in self.growing.items()}, axis)
 
@@ -280,6 +296,8 @@ class SiteStore(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         tokens = abs(tokens_to_remove)
+        if self.asked is not None:
+            self.asked = self.asked[: max(0, self.asked.length - tokens)]
         if tokens == 0 or not self.length or self.fixed:
             return
         why = self.why_not_croppable(tokens)
@@ -295,6 +313,7 @@ class SiteStore(CacheLayerMixin):
         for slots in self.slots.values():
             slots.change(change)
         self.state = {name: change(value) for name, value in self.state.items()}
+        self.asked = None if self.asked is None else self.asked.batch(change)
 
     # the interface of a transformers cache layer
 

@@ -279,6 +279,9 @@ class Piece(nn.Module):
     in_order = False
     joins_by_lse = True
 
+    def check(self, flow: Flow) -> None:
+        """Raise ValueError for tokens that it has no place for: nothing of the pass has been cached yet."""
+
     def write(self, flow: Flow) -> dict[str, Tensor]:
         """The rows of its entries to cache, `[B, heads, T, width]` by entry, from `flow.source`."""
         return {}

@@ -15,7 +15,6 @@ from manyheads.core.cache import State
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Plan
-from manyheads.core.mask import Axis
 from manyheads.core.part import NONE, Heads, OptionError, Recurrence, Scan, Site
 from manyheads.core.registry import register
 from manyheads.core.scan import Stream, averaged, counted, future
@@ -123,12 +122,22 @@ class MHLAScan(Scan):
         mix = self.mix.clamp(LEAST, 1).detach() + (self.mix - self.mix.detach())
         return mix.tril() if self.causal else mix
 
+    def check(self, flow: Flow) -> None:
+        axis = flow.new
+        if not self.causal and axis.start:
+            raise ValueError("mhla: a bidirectional layer reads its tokens in one pass, not after those of a cache")
+        if axis.start is not None and axis.given_position is None:
+            last = axis.start + axis.length - 1
+        else:
+            last = int(torch.where(axis.validity, axis.position, 0).max())
+        if last >= self.size * len(self.mix):
+            raise ValueError(f"mhla: position {last} is beyond {len(self.mix)} blocks of {self.size} tokens")
+
     def plan(self, queries: int, like: Tensor) -> Plan:
         return replace(super().plan(queries, like), why=f"sums of blocks of {self.size} tokens in place of keys")
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, flow: Flow) -> Tensor:
         wide, axis, t = torch.promote_types(v.dtype, torch.float32), flow.new, q.shape[2]
-        self._check(axis)
         rows = counted(v.to(wide)) if self.normaliser else v.to(wide)
         stream = Stream.of(flow)
         grid = None if len(self.shape) == 1 else grid_blocks(self.blocks, self.shape, axis.device)
@@ -145,16 +154,6 @@ class MHLAScan(Scan):
             mixed = mixed + _mixed(m[at.block, : past.shape[2]] * (at.document == 0)[..., None], past)
         o = at.gather((o + q @ mixed[:, :, None]).flatten(1, 2), t)
         return (averaged(o) if self.normaliser else o).to(v.dtype)
-
-    def _check(self, axis: Axis) -> None:
-        if not self.causal and axis.start:
-            raise ValueError("mhla: a bidirectional layer reads its tokens in one pass, not after those of a cache")
-        if axis.start is not None and axis.given_position is None:
-            last = axis.start + axis.length - 1
-        else:
-            last = int(torch.where(axis.validity, axis.position, 0).max())
-        if last >= self.size * len(self.mix):
-            raise ValueError(f"mhla: position {last} is beyond {len(self.mix)} blocks of {self.size} tokens")
 
 
 def _mixed(weights: Tensor, sums: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -40,8 +39,11 @@ def bands(mask: Mask, heads: int, groups: int) -> list[tuple[int, int]]:
         wide = max(span.last for span in of) - min(span.first for span in of)
         return wide if wide == torch.inf else 2 ** (max(NARROW, int(wide)) - 1).bit_length()
 
-    runs = [(wide, len([*run])) for wide, run in groupby(range(groups), width)]
-    return [(count, int(min(ROWS, max(FEWEST_ROWS, wide / 4)))) for wide, count in runs]
+    widths = [width(group) for group in range(groups)]
+    firsts = [group for group in range(groups) if group == 0 or widths[group] != widths[group - 1]]
+    counts = [last - first for first, last in zip(firsts, [*firsts[1:], groups], strict=True)]
+    rows = [int(min(ROWS, max(FEWEST_ROWS, widths[first] / 4))) for first in firsts]
+    return [*zip(counts, rows, strict=True)]
 
 
 def share(mask: Mask, heads: int, groups: int) -> float:
