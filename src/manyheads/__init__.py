@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from manyheads.core.flow import Links
     from manyheads.core.mask import Axis, Mask
     from manyheads.core.part import OptionError, Site
+    from manyheads.core.prefix import PrefixCache
     from manyheads.core.spec import Spec, SpecError
     from manyheads.experts.adapters import adapt, adapters
     from manyheads.experts.adapters import load as load_adapters
@@ -33,6 +34,7 @@ __all__ = [
     "Links",
     "Mask",
     "OptionError",
+    "PrefixCache",
     "Site",
     "Spec",
     "SpecError",
@@ -48,9 +50,9 @@ __all__ = [
 
 _HOMES = {
     "Attention": "attention", "Axis": "core.mask", "Cache": "core.cache", "Cost": "core.cost", "Decoder": "stack",
-    "Encoder": "stack", "Links": "core.flow", "Mask": "core.mask", "OptionError": "core.part", "Site": "core.part",
-    "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack", "adapt": "experts.adapters",
-    "adapters": "experts.adapters", "adopt": "convert.adopt", "compare": "bench.compare",
+    "Encoder": "stack", "Links": "core.flow", "Mask": "core.mask", "OptionError": "core.part",
+    "PrefixCache": "core.prefix", "Site": "core.part", "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack",
+    "adapt": "experts.adapters", "adapters": "experts.adapters", "adopt": "convert.adopt", "compare": "bench.compare",
     "explain": "attention.explain", "load_adapters": "experts.adapters:load", "shrink": "bench.job:shrink_model",
 }  # fmt: skip
 

@@ -149,6 +149,45 @@ def test_generate_refuses_an_empty_prompt_and_wrong_numbers(tiny):
     assert run("generate", tiny, "x", "--top-p", "2").code == 2
 
 
+def test_prompts_of_a_file_are_answered_together_as_each_alone(single, tmp_path):
+    system, prompts = tmp_path / "system.txt", tmp_path / "prompts.txt"
+    system.write_text("All answers are short and to the point.\n")
+    prompts.write_text("Heads\n\nTails of dogs\nHeads\n")
+    ran = run("generate", single, "--system", system, "--prompts", prompts, "--chunk", "8", "--tokens", "5", "--json")
+    found = ran.json
+    assert set(found) == {
+        "model", "answers", "prompt_tokens", "stored_tokens", "cache_bytes", "apart_bytes", "seconds", "system",
+    }  # fmt: skip
+    assert [each["prompt"] for each in found["answers"]] == ["Heads", "Tails of dogs", "Heads"]
+    assert found["stored_tokens"] == found["prompt_tokens"] - 2 * 40 and found["cache_bytes"] < found["apart_bytes"]
+    for each in found["answers"]:
+        alone = run("generate", single, system.read_text() + each["prompt"], "--tokens", "5", "--json").json
+        assert each["text"] == alone["text"] and each["tokens"] == 5 and each["prompt"] + each["text"] in ran.out
+    sampled = ["generate", single, "--prompts", prompts, "--sample", "--json", "--tokens", "5", "--seed"]
+    a, b, c = (run(*sampled, seed).json["answers"] for seed in ("1", "1", "2"))
+    assert a == b != c
+
+
+def test_generate_refuses_what_is_no_file_of_prompts(tiny, tmp_path):
+    def file(name, data):
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    one = file("one.txt", b"x\n")
+    for says, *args in (
+        ("give a PROMPT, or a file of them",), ("give a PROMPT, or a file of them", "x", "--prompts", one),
+        ("--system goes with --prompts", "x", "--system", one),
+        ("empty.txt holds no text", "--prompts", file("empty.txt", b" \n\n")),
+        ("is not UTF-8 text: byte 0xff at offset 1", "--prompts", file("image.png", b"a\xff\xd8")),
+        ("is not text: a zero byte", "--prompts", file("zero", b"a\0b")),
+        ("missing.txt: No such file", "--prompts", tmp_path / "missing.txt"),
+        ("holds no text", "--prompts", one, "--system", tmp_path / "empty.txt"),
+        ("prompt 2 has 600 tokens; the model was made for 512", "--prompts", file("long", b"x\n" + b"y" * 600)),
+    ):  # fmt: skip
+        assert says in refused("generate", tiny, *args)
+    assert run("generate", tiny, "--prompts", one, "--chunk", "0").code == 2
+
+
 # --- explain
 
 

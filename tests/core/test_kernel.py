@@ -364,6 +364,8 @@ def test_an_unknown_kernel_names_those_that_exist():
         ({"t": 1, "heads": 12, "groups": 2, "need_lse": True}, "grouped", []),
         ({"t": 64, "heads": 12, "groups": 2}, "sdpa", ["not grouped: 384 query rows", "more than 32"]),
         ({"t": 64, "heads": 12, "groups": 2, "need_lse": True}, "flash_cpu", ["not sdpa: it does not return"]),
+        ({"t": 64, "heads": 12, "groups": 2, "need_lse": True, "scores": 2**19}, "grouped", ["sees every key"]),
+        ({"t": 64, "heads": 12, "groups": 2, "need_lse": True, "scores": 2**24}, "flash_cpu", []),
         ({"t": 64, "heads": 2, "groups": 2, "need_lse": True, "device": "cuda"}, "tiled", ["on cuda"]),
         ({"t": 64, "heads": 2, "groups": 2, "softcap": True}, "tiled", ["not sdpa: the scores are soft-capped"]),
         ({"t": 64, "heads": 2, "groups": 2, "program": ["Mix"]}, "tiled", ["not sdpa: Mix works on the scores"]),

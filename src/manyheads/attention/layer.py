@@ -16,10 +16,11 @@ import transformers
 from torch import Tensor, nn
 
 from manyheads.core.cache import Cache, Entry, write_stock
-from manyheads.core.flow import Flow, Links, Rows, View
-from manyheads.core.kernel import FEW_ROWS, Bias, Call, Out, Plan, attend, plan_call
-from manyheads.core.mask import Axis, Given, Mask, Rule, causal
+from manyheads.core.flow import Flow, Links, Rows, Shared, View
+from manyheads.core.kernel import FEW_ROWS, Bias, Call, Out, Plan, attend, merge, plan_call
+from manyheads.core.mask import Axis, Bounded, Given, Mask, Rule, causal
 from manyheads.core.part import (
+    FACTS,
     BoundProgram,
     Gate,
     OptionError,
@@ -32,6 +33,7 @@ from manyheads.core.part import (
     Tokens,
     Transform,
 )
+from manyheads.core.prefix import PrefixCache
 from manyheads.core.spec import Spec
 
 ALONE = Site()
@@ -139,6 +141,25 @@ class Attention(nn.Module):
         turns = bool(turning) and self.rotate_at != "write" and not placed
         self.moves = plain and linear and not cut and not turns
 
+    @property
+    def whole(self) -> str | None:
+        """Why its keys must be read as one sequence, and not in pieces that others share; None if they need not."""
+        broken = {fact: part.name for part in self.spec.parts for fact in part.breaks}
+        for fact in ("token keys", "final rows", "softmax", "one map"):
+            if fact in broken:
+                return f"{broken[fact]} breaks {fact!r} ({FACTS[fact]})"
+        for piece in self._pieces():
+            name = type(piece).__name__
+            if piece.states:
+                return f"{name} keeps the state {next(iter(piece.states))!r} for each sequence"
+            if isinstance(piece, Tokens) and piece.extra:
+                return f"{name} adds tokens to the sequence"
+            if isinstance(piece, Position) and piece in self.asking and type(piece).bias is not Position.bias:
+                return f"{name} adds a bias that depends on the query"
+        if self.project.remembers:
+            return f"{type(self.project).__name__} reads earlier rows when it writes new ones"
+        return None if self.site.causal and not self.site.cross else "it does not read its sequence in causal order"
+
     def forward(
         self,
         x: Tensor,
@@ -175,12 +196,8 @@ class Attention(nn.Module):
             q = self._turn(q, "q", flow.q)
         flow.rows = self._rows(q, flow, cache)
         flow.view = self.view(flow.q.length)
-        call = self._read(q, flow, mask)
-        for piece in cast(Sequence[Position], self.positions):
-            bias = piece.bias(call.mask, flow)
-            if bias is not None:
-                call = replace(call, bias=bias)
-        o = self._heads(call, flow)
+        asked, call = q, self._biased(self._read(q, flow, mask), flow)
+        o = self._with_shared(asked, call, flow) if flow.rows.shared else self._heads(call, flow)
         if self.project.turns_values:
             o = self._turn(o, "v", flow.q, back=True)
         mapped: list[Callable[[Tensor, Flow], Tensor]] = [self.project.undo]
@@ -241,6 +258,11 @@ class Attention(nn.Module):
             if q.valid is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
                 raise ValueError(f"a {type(cache).__name__} forgets padding; give a 4-D mask, or use manyheads.Cache")
         given = mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
+        if isinstance(cache, PrefixCache):
+            if self.whole is not None:
+                raise ValueError(f"{self.spec}: sequences cannot share rows, for {self.whole}; use manyheads.Cache")
+            if given is not None or isinstance(mask, Mask):
+                raise ValueError("a PrefixCache knows which rows a query may see; mark padding by a [B, T] mask")
         flow = Flow(x, source, q, new, links, layer, given, training=self.training, turn=self._turn)
         if isinstance(cache, Cache):
             cache.site(layer).check_states(self.states, len(x))
@@ -275,6 +297,11 @@ class Attention(nn.Module):
         for what, given in (("a padding mask", valid), ("positions", positions)):
             if given is not None and (given.ndim != 2 or given.shape[1] != x.shape[1]):
                 raise ValueError(f"{what} must be about the tokens of x, {[*x.shape[:2]]}, not {[*given.shape]}")
+        if isinstance(cache, Cache) and not self.site.cross:
+            assert isinstance(past, int)
+            axis = cache.coming(x.shape[1], past, valid, x.device)
+            if axis is not None:
+                return axis if positions is None else replace(axis, given_position=positions)
         if positions is None:
             positions = _count_on(None if not past or log is None else log[:past], valid, x.shape[1])
         if isinstance(past, Tensor):
@@ -396,6 +423,57 @@ class Attention(nn.Module):
             rules = [piece.widen(rule, flow) for rule in rules]
         return Mask(q, k, tuple(rules))
 
+    def _biased(self, call: Call, flow: Flow) -> Call:
+        for piece in cast(Sequence[Position], self.positions):
+            bias = piece.bias(call.mask, flow)
+            if bias is not None:
+                call = replace(call, bias=bias)
+        return call
+
+    def _with_shared(self, asked: Tensor, call: Call, flow: Flow) -> Tensor:
+        """What heads read of their own sequence's rows and of those that it shares, merged."""
+        assert flow.rows is not None
+        whole = self._attend(call, self.splitting, flow, need_lse=True)
+        told = [] if flow.links.lse is None else flow.links.lse.setdefault(self.site.layer, [])
+        told.append(cast(Tensor, whole.lse))
+        for rows, first, last in flow.rows.shared:
+            read = self._read_shared(asked, Shared(rows, first, last), flow)
+            told.append(cast(Tensor, read.lse))
+            if last - first == len(whole.o):
+                whole = merge([whole, read])
+                continue
+            assert whole.lse is not None
+            read = merge([Out(whole.o[first:last], whole.lse[first:last]), read])
+            assert read.lse is not None
+            whole = Out(
+                torch.cat([whole.o[:first], read.o, whole.o[last:]]),
+                torch.cat([whole.lse[:first], read.lse, whole.lse[last:]]),
+            )
+        return whole.o
+
+    def _read_shared(self, asked: Tensor, shared: Shared, flow: Flow) -> Out:
+        """What sequences read of rows that they share.
+
+        All their queries are one sequence of queries, so that the rows are read once; only where a rule looks beyond
+        the axes, at the tokens of each sequence, the rows are there for each.
+        """
+        rows, first, last = shared
+        one = replace(flow, rows=rows, memo={**flow.memo})
+        call = self._read(asked, one, None)
+        rules = tuple(rule for rule in call.mask.rules if rule is not causal)  # all is earlier
+        folds = all(isinstance(rule, Bounded) for rule in rules)
+        if folds:
+            q, axis = call.q[first:last].transpose(0, 1).flatten(1, 2)[None], _in_a_row(call.mask.q, first, last)
+            call = replace(call, q=q, mask=replace(call.mask, q=axis, rules=rules))
+        else:
+            k, v = (t.expand(len(call.q), -1, -1, -1) for t in (call.k, call.v))
+            call = replace(call, k=k, v=v, mask=replace(call.mask, rules=rules))
+        out = self._attend(self._biased(call, one), self.splitting, one, need_lse=True)
+        assert out.lse is not None
+        if not folds:
+            return Out(out.o[first:last], out.lse[first:last])
+        return Out(*(t[0].unflatten(1, (last - first, -1)).transpose(0, 1) for t in (out.o, out.lse)))
+
     def _heads(self, call: Call, flow: Flow) -> Tensor:
         """What heads read, `[B, H, T, V]`: of keys, or of the state that stands in their place."""
         scan = self.scan
@@ -486,6 +564,17 @@ def _on_channels(x: Tensor, cut: slice, change: Callable[[Tensor], Tensor]) -> T
     if (first, last) == (0, x.shape[-1]):
         return change(x)
     return torch.cat([x[..., :first], change(x[..., first:last]), x[..., last:]], -1)
+
+
+def _in_a_row(axis: Axis, first: int, last: int) -> Axis:
+    """The tokens of sequences first to last - 1 as those of one sequence; what stands on padding has no meaning."""
+    if last - first == 1 and axis.start is not None:
+        return replace(axis, valid=None)
+
+    def fold(t: Tensor) -> Tensor:
+        return (t.expand(last - first, -1) if len(t) == 1 else t[first:last]).reshape(1, -1)
+
+    return replace(axis, valid=None).map(fold, (last - first) * axis.length)
 
 
 def _count_on(log: Axis | None, valid: Tensor | None, new: int) -> Tensor | None:

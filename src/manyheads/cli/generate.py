@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from manyheads.cli.models import find
-from manyheads.cli.output import Debug, Json, command, finish, note
+from manyheads.cli.output import Debug, Json, command, finish, note, number
 
 
 @command
@@ -16,7 +17,13 @@ def generate(
     model: Annotated[
         str, typer.Argument(metavar="DIR", help="A checkpoint, the output of shrink, or any MODEL that shrink takes.")
     ],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the text continues.")],
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What the text continues.")] = None,
+    system: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --prompts: text that all of them begin with.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts, one a line, answered together.")
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Write at most this many tokens.")] = 64,
     sample: Annotated[
         bool, typer.Option("--sample", help="Draw tokens instead of taking the most likely one.")
@@ -26,36 +33,45 @@ def generate(
         float, typer.Option(min=1e-3, max=1.0, help="With --sample: draw from the likeliest tokens of this mass.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="With --sample: the same seed writes the same text.")] = 0,
+    chunk: Annotated[
+        int, typer.Option(min=1, help="With --prompts: they share what they begin with in chunks of so many tokens.")
+    ] = 64,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Continue a prompt; the text appears as it is written."""
+    """Continue a prompt; the text appears as it is written.
+
+    With --prompts, all prompts of a file: what they begin with is read and cached once.
+    """
+    if (prompt is None) == (prompts is None):
+        raise ValueError("give a PROMPT, or a file of them with --prompts")
+    if system is not None and prompts is None:
+        raise ValueError("--system goes with --prompts; put it in front of a single PROMPT")
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    if prompts is not None:
+        lines = _lines(prompts)
+        start = "" if system is None else _text(system)
+        result = _together(model, start, lines, tokens=tokens, chunk=chunk, sample=sample, seed=seed, **sampling)
+        return finish(result | {"system": system}, as_json)
+    assert prompt is not None
     if not prompt.strip():
         raise ValueError("the prompt is empty")
-    name = find(model)
+    name, source, tokenizer = _load(model)
     import torch
     from transformers import TextStreamer
 
-    from manyheads.convert.source import SourceError, load_source
-
-    source = load_source(name)
-    tokenizer: Any = source.tokenizer
-    if tokenizer is None:
-        raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
     inputs = tokenizer(prompt, return_tensors="pt")
     config = source.model.config.get_text_config()
     if (largest := int(inputs["input_ids"].max())) >= config.vocab_size:
         raise ValueError(f"token {largest} of the prompt is outside the model's vocabulary of {config.vocab_size}")
-    count, limit = inputs["input_ids"].shape[1] + tokens, getattr(config, "max_position_embeddings", None)
-    if limit is not None and count > limit:
-        note(f"{count} tokens reach beyond the {limit} positions that the model was made for")
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0}
+    _note_length(config, inputs["input_ids"].shape[1] + tokens)
+    sampling |= {"top_k": 0}
     if not sample:
         sampling = dict.fromkeys(sampling)  # the checkpoint's own would be warned about
     torch.manual_seed(seed)
     typer.echo(prompt, nl=False)
     run: Any = source.model.generate
-    start = time.perf_counter()
+    began = time.perf_counter()
     ids = run(
         inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
@@ -65,7 +81,63 @@ def generate(
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **sampling,
     )
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - began
     new = ids[0, inputs["input_ids"].shape[1] :]
     text = tokenizer.decode(new, skip_special_tokens=True)
     finish({"model": name, "prompt": prompt, "text": text, "tokens": len(new), "seconds": seconds}, as_json)
+
+
+def _load(model: str) -> tuple[str, Any, Any]:
+    name = find(model)
+    from manyheads.convert.source import SourceError, load_source
+
+    source = load_source(name)
+    if source.tokenizer is None:
+        raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
+    return name, source, source.tokenizer
+
+
+def _note_length(config: Any, count: int) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and count > limit:
+        note(f"{count} tokens reach beyond the {limit} positions that the model was made for")
+
+
+def _text(file: Path) -> str:
+    from manyheads.convert.text import read_text
+
+    return read_text([file])
+
+
+def _lines(file: Path) -> list[str]:
+    return [line for line in _text(file).splitlines() if line.strip()]
+
+
+def _together(model: str, system: str, prompts: list[str], *, tokens: int, **options: Any) -> dict[str, Any]:
+    """Answer all prompts in one batch; print each with its text."""
+    name, source, tokenizer = _load(model)
+    from manyheads.convert.adopt import adopt
+    from manyheads.stack import ManyheadsForCausalLM
+    from manyheads.stack.requests import answer
+
+    ours = source.model if isinstance(source.model, ManyheadsForCausalLM) else adopt(source.model)
+    ids = [tokenizer(system + prompt)["input_ids"] for prompt in prompts]
+    began = time.perf_counter()
+    found = answer(ours, ids, tokens=tokens, **options)
+    seconds = time.perf_counter() - began
+    _note_length(ours.config.get_text_config(), max(map(len, ids)) + tokens)
+    texts = [tokenizer.decode(new, skip_special_tokens=True) for new in found.tokens]
+    for prompt, text in zip(prompts, texts, strict=True):
+        typer.echo(f"{prompt}{text}\n")
+    note(
+        f"{found.total:,} tokens of {len(prompts)} prompts, {found.stored:,} of them kept: a cache of "
+        f"{number(found.bytes / 2**20, 1)} MB in place of {number(found.apart_bytes / 2**20, 1)}"
+    )
+    answers = [
+        {"prompt": prompt, "text": text, "tokens": len(new)}
+        for prompt, text, new in zip(prompts, texts, found.tokens, strict=True)
+    ]
+    return {
+        "model": name, "answers": answers, "prompt_tokens": found.total, "stored_tokens": found.stored,
+        "cache_bytes": found.bytes, "apart_bytes": found.apart_bytes, "seconds": seconds,
+    }  # fmt: skip

@@ -127,6 +127,12 @@ class Growing:
         self.first, self.end = place
         self.pinned = min(self.pinned, self.end)
 
+    def forget(self, left: int) -> None:
+        """Free all but the newest `left` rows."""
+        if self.buffer is not None:
+            self.buffer = self.rows()[:, :, -left:].clone() if left else self.rows()[:, :, :0].clone()
+            self.lost, self.first, self.end = 0, 0, self.buffer.shape[2]
+
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a change of the batch dimension."""
         if self.buffer is not None:
@@ -214,6 +220,18 @@ class SiteStore(CacheLayerMixin):
         self.fixed = False  # the context of cross-attention, written once: what decoding forgets is not here
         self.asked: Axis | None = None  # of a cross-attention layer by itself, the tokens that have read its context
 
+    @classmethod
+    def of(cls, rows: Mapping[str, Tensor], length: int) -> SiteStore:
+        """Rows of `length` tokens; where there are fewer, they are of the first ones, and the others lost."""
+        store = cls()
+        for name, row in rows.items():
+            growing = store.growing[name] = Growing()
+            growing.buffer, growing.end = row, row.shape[2]
+            growing.lost = length - row.shape[2]
+            growing.pinned = growing.first = growing.end if growing.lost else 0
+        store.length, store.is_initialized = length, True
+        return store
+
     def write(self, rows: Mapping[str, Tensor], entries: Mapping[str, Entry], log: Axis, axis: Axis) -> Rows:
         self._check(rows)
         tensors: dict[str, Tensor] = {}
@@ -231,7 +249,7 @@ class SiteStore(CacheLayerMixin):
                 newest = None if entry.keep is None else entry.keep - entry.first
                 growing = self.growing.setdefault(name, Growing(newest))
                 tensors[name] = growing.append(new, _reach(log, entry.first))
-                keys = _seen(log, growing.pinned, log.length - tensors[name].shape[2])
+                keys = axis_left(log, growing.pinned, log.length - tensors[name].shape[2])
         self.length += axis.length
         self.is_initialized = True
         return Rows(tensors, keys, log)
@@ -307,6 +325,12 @@ class SiteStore(CacheLayerMixin):
             growing.drop(tokens)
         self.length -= tokens
 
+    def forget(self, tokens: int) -> None:
+        """Free the rows of the oldest tokens."""
+        self.length -= tokens
+        for growing in self.growing.values():
+            growing.forget(self.length)
+
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
         for growing in self.growing.values():
             growing.change(change)
@@ -361,7 +385,7 @@ def _reach(log: Axis, first: int) -> int:
     return log.once(("reach", first), lambda: int((early * index).max()))
 
 
-def _seen(log: Axis, pinned: int, lost: int) -> Axis:
+def axis_left(log: Axis, pinned: int, lost: int) -> Axis:
     """The axis of rows `lost` of which are missing behind the pinned ones."""
     if not lost:
         return log
@@ -414,6 +438,10 @@ class Cache(transformers.Cache):
         store = self.site(site)
         return store.write(rows, entries, self._extend(axis, store.length), axis)
 
+    def coming(self, tokens: int, past: int, valid: Tensor | None, device: torch.device) -> Axis | None:
+        """The axis of a pass of so many tokens after the first `past`, where this cache knows more than their count."""
+        return None
+
     def length(self, site: int | None = None) -> int:
         """Tokens seen, padding included."""
         if site is None:
@@ -463,7 +491,7 @@ class Cache(transformers.Cache):
 
     def fork(self, batch: Tensor) -> Cache:
         """An independent cache whose sequence i continues this cache's sequence `batch[i]`."""
-        other = Cache()
+        other = type(self)()
         other.axis = None if self.axis is None else self.axis.batch(lambda t: t[batch])
         for index, layer in enumerate(self.layers):
             store = other.site(index)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -15,14 +15,26 @@ View = Literal["expanded", "absorbed"]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Cached entries of a site as the new queries may read them, `[B, heads, S, width]` each, on one key axis."""
+    """Cached entries of a site as the new queries may read them, `[B, heads, S, width]` each, on one key axis.
+
+    shared: rows that come before these and that several sequences have in common (see `PrefixCache`).
+    """
 
     tensors: Mapping[str, Tensor]
     axis: Axis
     log: Axis | None = None  # all tokens so far, those whose rows are forgotten included (None: axis is all)
+    shared: Sequence[Shared] = ()
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
+
+
+class Shared(NamedTuple):
+    """Rows of batch 1 that sequences first to last - 1 of a batch read, all of them before any new query."""
+
+    rows: Rows
+    first: int
+    last: int
 
 
 @dataclass(eq=False)
@@ -31,8 +43,9 @@ class Links:
 
     `rows` holds what layers with readers wrote, by layer; `handed` what select parts hand to later layers, by layer;
     `aux` the auxiliary losses by name; `memo` what is computed once a pass; `residual` the stream before the norm of
-    the layer that runs now, where a block hands it on. The stack (or the caller of a lone layer) owns it; no cache and
-    no module ever does.
+    the layer that runs now, where a block hands it on; `lse`, where a caller gives a dictionary for it, the log-sum-exp
+    `[B, H, T]` of sequences' own rows and of each run that they share, by layer. The stack (or the caller of a lone
+    layer) owns it; no cache and no module ever does.
     """
 
     rows: dict[int, Rows] = field(default_factory=dict)
@@ -40,6 +53,7 @@ class Links:
     aux: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
     residual: Tensor | None = None
+    lse: dict[int, list[Tensor]] | None = None
 
 
 @dataclass(eq=False)

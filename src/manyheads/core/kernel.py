@@ -135,6 +135,8 @@ FEW_ROWS = 32
 """Query rows of one key head up to which grouped matmuls beat a fused kernel (measured on CPU)."""
 WORTH = 0.8
 """The share of all pairs of queries and keys up to which blocks beat one fused call with a mask (measured on CPU)."""
+FEW_SCORES = 2**19
+"""Scores, all heads together, up to which the same holds for any number of rows that see every key."""
 LARGE = 2**24
 """Pairs of queries and keys from which on no mask of them all is made."""
 
@@ -146,11 +148,12 @@ class SlowPath(UserWarning):
 def plan(
     *, t: int, heads: int, groups: int, program: Sequence[str] = (), need_lse: bool = False, bias: bool = False,
     softcap: bool = False, dropout: bool = False, device: str = "cpu", share: float | None = None, pairs: int = 0,
+    scores: int | None = None,
 ) -> Plan:  # fmt: skip
     """Choose a kernel from what the call is, never from its data.
 
     share: of all pairs of queries and keys, those that blocks of queries compute, None where no mask is needed (the
-    triangle, or every key). pairs: how many there are.
+    triangle, or every key). pairs: how many there are. scores: of all heads, where every query sees every key.
     """
     refused: list[tuple[str, str]] = []
     fused = device == "cpu"  # with a log-sum-exp, and a gradient of a bias
@@ -167,6 +170,8 @@ def plan(
         return Plan("tiled", f"{reason}; tiles of query rows bound the memory", (("sdpa", reason), ("grouped", reason)))
     if few and (need_lse or not bias):
         return Plan("grouped", f"{rows} query rows a key head: two batched matmuls read the cache once")
+    if need_lse and scores is not None and scores <= FEW_SCORES and not (bias or dropout):
+        return Plan("grouped", f"{rows} query rows a key head, each of which sees every key: two batched matmuls")
     many = f"{rows} query rows a key head, more than {FEW_ROWS}"
     refused.append(("grouped", many if rows > FEW_ROWS else "a bias" if bias else "dropout"))
     lse = "it does not return the log-sum-exp"
@@ -204,6 +209,7 @@ def plan_call(call: Call, program: Sequence[object] = (), *, need_lse: bool = Fa
         device="cpu" if call.q.device.type == "meta" else call.q.device.type,  # only described
         share=None if free or few or program else share(call.mask, heads, groups),
         pairs=t * s,
+        scores=len(call.q) * heads * t * s if call.mask.is_full else None,
     )
 
 
@@ -251,6 +257,8 @@ def merge(outs: Sequence[Out]) -> Out:
     each = [out.lse for out in outs]
     if any(lse is None for lse in each):
         raise ValueError("merge needs the log-sum-exp of every part: ask attend for need_lse=True")
+    if len(outs) == 2 and not any(t is not None and t.requires_grad for out in outs for t in (out.o, out.lse)):
+        return _merge_two(*outs)
     lses = torch.stack([lse for lse in each if lse is not None])
     top = lses.amax(0).detach()
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
@@ -261,6 +269,14 @@ def merge(outs: Sequence[Out]) -> Out:
     o = sum(w[..., None].to(out.o.dtype) * out.o for w, out in zip(weights, outs, strict=True))
     assert isinstance(o, Tensor)
     return Out(o, (safe.log() + top).masked_fill(total == 0, -torch.inf))
+
+
+def _merge_two(a: Out, b: Out) -> Out:
+    """`merge` in a third of the steps, which count where a token is decoded; without gradients."""
+    assert a.lse is not None and b.lse is not None
+    share = (b.lse - a.lse).nan_to_num_().sigmoid_()
+    o, lse = torch.lerp(a.o, b.o, share[..., None].to(a.o.dtype)), torch.logaddexp(a.lse, b.lse)
+    return Out(o.masked_fill_((lse == -torch.inf)[..., None], 0.0), lse)
 
 
 @functools.cache

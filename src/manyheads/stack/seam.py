@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from manyheads.attention import Attention
 from manyheads.core.cache import Cache
 from manyheads.core.flow import Links
 from manyheads.core.mask import Axis
+from manyheads.core.prefix import PrefixCache
 from manyheads.core.spec import Spec
 from manyheads.stack.bank import Bank
 from manyheads.stack.sources import sites
@@ -45,7 +47,7 @@ class SeamAttention(Attention):
             attention_mask = attention_mask >= 0
         if "axis" not in links.memo:
             links.memo["axis"] = describe(hidden_states, attention_mask, position_ids, cache, self.site.layer)
-        mask = None if merging(self) else attention_mask
+        mask = None if merging(self) or isinstance(cache, PrefixCache) else attention_mask
         y = super().forward(hidden_states, positions=links.memo["axis"], mask=mask, cache=cache, links=links)
         return y, None
 
@@ -61,9 +63,13 @@ def describe(
     """The new tokens of a pass.
 
     They count on from the cache. In a 4-D mask, a token that may not see itself is padding; without a cache, position
-    ids that start again begin another document.
+    ids that start again, at a token that sees no earlier one, begin another document.
     """
     t = x.shape[1]
+    if isinstance(cache, Cache):
+        axis = cache.coming(t, cache.length(), None, x.device)
+        if axis is not None:
+            return axis if position_ids is None else replace(axis, given_position=position_ids)
     past: int | Tensor = 0
     first: int | Tensor = 0  # the time of the mask's first key: sliding caches have dropped older ones
     if isinstance(cache, Cache):
@@ -76,7 +82,8 @@ def describe(
         own = (past - first) + new
         valid = mask[:, 0].gather(-1, own[..., None].expand(len(mask), -1, -1))[..., 0]
         if cache is None and position_ids is not None:
-            segment = (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+            again = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
+            segment = (again & ~mask[:, 0].tril(-1).any(-1)).cumsum(-1)
     time = past + new if isinstance(past, Tensor) else None
     start = None if isinstance(past, Tensor) else past
     return Axis(t, start, position_ids, time, segment, valid, device=x.device)

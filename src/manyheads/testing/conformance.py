@@ -26,6 +26,7 @@ from manyheads.core.kernel import using
 from manyheads.core.kernels import KERNELS
 from manyheads.core.mask import Axis
 from manyheads.core.part import STAGES, OptionError, Part, Piece, Site
+from manyheads.core.prefix import PrefixCache
 from manyheads.core.registry import all_parts
 from manyheads.core.spec import Spec, SpecError
 
@@ -347,9 +348,35 @@ def shared_rows(case: Case) -> None:
     hold(held == priced, f"a reader holds {held} bytes of its own, priced at {priced}")
 
 
+def shared_prefix(case: Case) -> None:
+    """Sequences that share the cached rows they begin with give what each gives alone, or the layer says why not."""
+    layer, shared, own = case.layer(), 4, case.tokens - 4
+    x = case.x.clone()
+    x[:, :shared] = x[:1, :shared]
+    lengths = [max(own - 2 - index, 1) for index in range(len(x))]
+    root = PrefixCache()
+    with torch.no_grad():
+        try:
+            layer(x[:1, :shared], cache=root)
+        except ValueError as refusal:
+            hold(layer.whole is not None and "manyheads.Cache" in str(refusal), f"the refusal says nothing: {refusal}")
+            return
+        cache = root.branch(len(x))
+        cache.expect(lengths)
+        padded = torch.stack(
+            [row[shared : shared + own - 2].roll(own - 2 - n, 0) for row, n in zip(x, lengths, strict=True)]
+        )
+        got = [layer(padded, cache=cache), layer(x[:, -2:-1], cache=cache), layer(x[:, -1:], cache=cache)]
+        for index, length in enumerate(lengths):
+            alone = torch.cat([x[index, : shared + length], x[index, -2:]])[None]
+            want = layer(alone)[0, shared:]
+            read = torch.cat([got[0][index, own - 2 - length :], got[1][index], got[2][index]])
+            close(read, want, f"sequence {index}")
+
+
 LAWS: tuple[Callable[[Case], None], ...] = (
     spec_line, decode, single_precision, batch, causality, gradients, cost, save_load, train_equals_eval, kernels,
-    views, sides, masks, packed, rollback, stock_cache,
+    views, sides, masks, packed, rollback, stock_cache, shared_prefix,
 )  # fmt: skip
 """Every law, cheap ones first."""
 

@@ -51,7 +51,12 @@ def masked_softmax(scores: Tensor, visible: Tensor | None, *, sees_some: bool = 
     return weights if sees_some else weights.masked_fill(~visible, 0.0)
 
 
-def masked_lse(scores: Tensor, visible: Tensor | None) -> Tensor:
+def masked_lse(scores: Tensor, visible: Tensor | None, weights: Tensor | None = None) -> Tensor:
+    """The log of the softmax's denominator, -inf where nothing is visible. weights: that softmax, where it is known."""
     wide = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
     hidden = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
-    return hidden.to(wide).logsumexp(-1)
+    if weights is None or wide != scores.dtype or scores.requires_grad:
+        return hidden.to(wide).logsumexp(-1)
+    top = weights.amax(-1)  # exp(largest score - lse): two maxima cost less than another sum of powers
+    lse = hidden.amax(-1) - top.log()
+    return lse if visible is None else lse.masked_fill(top == 0, -torch.inf)

@@ -28,9 +28,10 @@ def grouped(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool 
     if not call.mask.is_full:
         visible = call.mask.tile()
     weights = masked_softmax(scores, visible)
+    lse = masked_lse(scores, visible, weights) if need_lse else None
     if dropout:
         weights = F.dropout(weights, dropout)
-    return Out(_read(weights, call), masked_lse(scores, visible) if need_lse else None)
+    return Out(_read(weights, call), lse)
 
 
 def _scores(call: Call) -> Tensor:
