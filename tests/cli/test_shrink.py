@@ -37,6 +37,16 @@ def interrupt(monkeypatch, stage: str, done: int):
 # --- what it leaves
 
 
+def test_layers_that_share(tiny, tmp_path):
+    ran = run("shrink", tiny, "--kv", "67%", "--to", "share", "--out", tmp_path / "out", "--json", *SMALL)
+    assert ran.code == 0, ran
+    result = json.loads(ran.out.splitlines()[-1])
+    row = result["candidates"][0]
+    assert (row["name"], row["kv_floats_per_token_layer"], row["kv_bytes_per_token"]) == ("share-67", 32, 384)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "share-67")
+    assert again.config.kv_source.count(None) == 2 and "reads" in row["spec"]
+
+
 def test_json_is_the_last_line_and_has_the_documented_keys(shrunk):
     result = json.loads((shrunk / "stdout.txt").read_text().splitlines()[-1])
     assert set(result) == {

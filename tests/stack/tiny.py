@@ -22,6 +22,7 @@ ZOO: dict[str, dict[str, Any]] = {
     "window": {"specs": "gqa(kv_heads=2) + window(size=5)"},
     "shared": {"specs": "gqa(kv_heads=2)", "kv_source": [None, 0, None, 2]},
     "shared-mtla": {"specs": "mtla(stride=2, rank=12, rope_dim=4)", "kv_source": [None, 0, 0, None]},
+    "weights": {"specs": "gqa(kv_heads=2) + qk-norm", "attn_source": [None, 0, 0, None]},
     "mixed": {
         "specs": ["gqa(kv_heads=2)", "mla(rank=12, rope_dim=4)", "gqa(kv_heads=2) + window(size=5)", "gqa"],
         "kv_source": [None, None, 0, None],

@@ -18,6 +18,7 @@ from manyheads.testing import (
     precision,
     samples,
     shared_rows,
+    shared_weights,
     singles,
 )
 
@@ -90,6 +91,11 @@ def test_bidirectional_pair(spec):
 @pytest.mark.parametrize("spec", singles(Site(1, 2, kv_source=0)))
 def test_shared_rows(spec):
     check(spec, laws=[shared_rows])
+
+
+@pytest.mark.parametrize("spec", singles(Site(1, 2, attn_source=0)))
+def test_shared_weights(spec):
+    check(spec, laws=[shared_weights])
 
 
 @pytest.mark.parametrize("mask", ["causal", "padding", "given", "packed"])

@@ -65,12 +65,12 @@ def explain(
         raise ValueError(f"{queries} queries over {keys} keys; 1 ≤ queries ≤ keys, which count the queries' own tokens")
     with torch.device("meta"):
         layer = Attention(spec, dim, heads, site=site).eval()
-    parts = layer.spec.by_stage
-    says = [
-        (stage, part.name, _says(layer, piece, queries))
-        for stage, pieces in layer.by_stage.items()
-        for part, piece in zip(parts[stage], pieces, strict=True)
-    ]
+    says = []
+    for stage, pieces in layer.by_stage.items():
+        built = iter(pieces)
+        for part in layer.spec.by_stage[stage]:
+            what = f"as layer {site.attn_source} does it" if part.lent(site) else _says(layer, next(built), queries)
+            says.append((stage, part.name, what))
     return Explanation(
         str(layer.spec), queries, keys, tuple(says), layer.explain(queries), layer.spec.cost(dim, heads, site)
     )

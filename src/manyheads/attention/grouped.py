@@ -17,31 +17,41 @@ Biases = Literal["none", "qkv", "qkvo", "o"]
 
 
 class GQAProject(Project):
-    """q_proj, k_proj and v_proj from x to heads, o_proj back; caches k (rotated) and v of every key head."""
+    """q_proj, k_proj and v_proj from x to heads, o_proj back; caches k (rotated) and v of every key head.
+
+    A layer that reads another's rows has no k_proj and v_proj, one that takes another's weights no q_proj and k_proj.
+    """
 
     def __init__(self, heads: Heads, site: Site, bias: Biases) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.width = heads.q, heads.kv, heads.qk_width
         self.turns = heads.rotary
         source, keys = site.context_dim or heads.dim, heads.kv * heads.keys
-        self.q_proj = nn.Linear(heads.dim, heads.q * heads.qk_width, bias="qkv" in bias)
+        entries: dict[str, Entry] = {}
+        if site.attn_source is None:
+            self.q_proj = nn.Linear(heads.dim, heads.q * heads.qk_width, bias="qkv" in bias)
+            if site.kv_source is None:
+                self.k_proj = nn.Linear(source, keys * heads.qk_width, bias="qkv" in bias)
+                entries["k"] = Entry(keys, heads.qk_width, "k")
         if site.kv_source is None:
-            self.k_proj = nn.Linear(source, keys * heads.qk_width, bias="qkv" in bias)
             self.v_proj = nn.Linear(source, heads.kv * heads.v_width, bias="qkv" in bias)
-            self.entries = {"k": Entry(keys, heads.qk_width, "k"), "v": Entry(heads.kv, heads.v_width, "v")}
+            entries["v"] = Entry(heads.kv, heads.v_width, "v")
+        self.entries = entries
         self.o_proj = nn.Linear(heads.out * heads.out_width, heads.dim, bias=bias in ("o", "qkvo"))
 
     def queries(self, flow: Flow) -> Tensor:
         return self.q_proj(flow.x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def write(self, flow: Flow) -> dict[str, Tensor]:
-        rows = {"k": self.k_proj(flow.source), "v": self.v_proj(flow.source)}
+        rows = {name: self.get_submodule(f"{name}_proj")(flow.source) for name in self.entries}
         return {name: row.unflatten(-1, (self.entries[name].heads, -1)).transpose(1, 2) for name, row in rows.items()}
 
 
 def grouped_cost(after: Heads, site: Site, bias: Biases, queries: int | None = None) -> Cost:
     """Cost of a grouped projection; `queries`: projected query heads, where they are fewer than score heads."""
-    q, kv = (queries or after.q) * after.qk_width, after.kv * (after.keys * after.qk_width + after.v_width)
+    scores = site.attn_source is None
+    q, k = (queries or after.q) * after.qk_width * scores, after.kv * after.keys * after.qk_width * scores
+    kv = k + after.kv * after.v_width
     o, own, source = after.out * after.out_width, site.kv_source is None, site.context_dim or after.dim
     weights = after.dim * (q + o) + (source * kv if own else 0)
     biases = (q + (kv if own else 0)) * ("qkv" in bias) + after.dim * (bias in ("o", "qkvo"))

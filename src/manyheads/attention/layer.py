@@ -15,12 +15,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from manyheads.attention import arguments
+from manyheads.attention.arguments import stock_axis
+from manyheads.attention.prefixes import why_whole, with_shared
 from manyheads.core.cache import Cache, Entry, write_stock
-from manyheads.core.flow import Flow, Links, Rows, Shared, View
-from manyheads.core.kernel import FEW_ROWS, Bias, Call, Out, Plan, attend, merge, plan_call
-from manyheads.core.mask import Axis, Bounded, Given, Mask, Rule, causal
+from manyheads.core.flow import Flow, Links, Rows, View
+from manyheads.core.kernel import FEW_ROWS, Bias, Call, Out, Plan, attend, plan_call
+from manyheads.core.mask import Axis, Given, Mask, Rule, causal
 from manyheads.core.part import (
-    FACTS,
     BoundProgram,
     Gate,
     OptionError,
@@ -33,7 +35,6 @@ from manyheads.core.part import (
     Tokens,
     Transform,
 )
-from manyheads.core.prefix import PrefixCache
 from manyheads.core.spec import Spec
 
 ALONE = Site()
@@ -59,17 +60,21 @@ class Attention(nn.Module):
             raise OptionError(f"dim={dim} and heads={heads} must both be positive")
         if not 0 <= dropout < 1:
             raise OptionError(f"dropout={dropout} is no probability below 1")
+        if dropout and site.attn_source is not None:
+            raise OptionError(f"dropout={dropout}: weights taken from layer {site.attn_source} would be dropped anew")
         self.spec = Spec.parse(spec).resolve(site)
         self.dim, self.heads, self.site, self.dropout = dim, heads, site, dropout
         pieces: dict[str, list[Piece]] = {stage: [] for stage in self.spec.by_stage}
         self.few_rows, self.read_heads = FEW_ROWS, heads
         for part, before, after in self.spec.layouts(dim, heads, site):
+            self.layout = after
             if part.stage == "project":
                 self.read_heads = after.kv
+            if part.lent(site):
+                continue
             piece = part.build(before, after, site)
             piece.at = part.at
             pieces[part.stage].append(piece)
-            self.layout = after
         self.project = cast(Project, pieces["project"][0])
         self.tokens, self.transforms, self.positions, self.selects, self.scans, self.attends, self.gates = (
             nn.ModuleList(pieces[stage])
@@ -144,21 +149,7 @@ class Attention(nn.Module):
     @property
     def whole(self) -> str | None:
         """Why its keys must be read as one sequence, and not in pieces that others share; None if they need not."""
-        broken = {fact: part.name for part in self.spec.parts for fact in part.breaks}
-        for fact in ("token keys", "final rows", "softmax", "one map"):
-            if fact in broken:
-                return f"{broken[fact]} breaks {fact!r} ({FACTS[fact]})"
-        for piece in self._pieces():
-            name = type(piece).__name__
-            if piece.states:
-                return f"{name} keeps the state {next(iter(piece.states))!r} for each sequence"
-            if isinstance(piece, Tokens) and piece.extra:
-                return f"{name} adds tokens to the sequence"
-            if isinstance(piece, Position) and piece in self.asking and type(piece).bias is not Position.bias:
-                return f"{name} adds a bias that depends on the query"
-        if self.project.remembers:
-            return f"{type(self.project).__name__} reads earlier rows when it writes new ones"
-        return None if self.site.causal and not self.site.cross else "it does not read its sequence in causal order"
+        return why_whole(self)
 
     def forward(
         self,
@@ -188,25 +179,7 @@ class Attention(nn.Module):
         asked, flow = flow.q, self._enter(flow)
         for piece in self.checking:
             piece.check(flow)
-        q = self.project.queries(flow)
-        flow.memo.setdefault("queries", q)
-        for piece in self.early_transforms:
-            q = self._edit(q, piece.on_q, flow)
-        if self.rotate_at == "write":
-            q = self._turn(q, "q", flow.q)
-        flow.rows = self._rows(q, flow, cache)
-        flow.view = self.view(flow.q.length)
-        asked, call = q, self._biased(self._read(q, flow, mask), flow)
-        o = self._with_shared(asked, call, flow) if flow.rows.shared else self._heads(call, flow)
-        if self.project.turns_values:
-            o = self._turn(o, "v", flow.q, back=True)
-        mapped: list[Callable[[Tensor, Flow], Tensor]] = [self.project.undo]
-        if self._after(flow):
-            after = [piece.v_after for piece in self.late_transforms]
-            made = flow.view == "absorbed" or self.project.undoes  # values are only final once undone
-            mapped = [*mapped, *after] if made else [*after, *mapped]
-        for change in mapped:
-            o = change(o, flow)
+        o = self._own(flow, mask, cache) if self.site.attn_source is None else self._taken(flow, cache)
         for piece in cast(Sequence[Gate], self.gates):
             o = piece.gate(o, flow)
         y = self.project.output(o, flow)
@@ -219,32 +192,45 @@ class Attention(nn.Module):
             store.asked = asked if store.asked is None else store.asked.cat(asked)
         return y
 
+    def _own(self, flow: Flow, mask: Tensor | Mask | None, cache: transformers.Cache | None) -> Tensor:
+        """Head outputs `[B, out, T, out_width]` by this layer's own attention."""
+        q = self.project.queries(flow)
+        flow.memo.setdefault("queries", q)
+        for piece in self.early_transforms:
+            q = self._edit(q, piece.on_q, flow)
+        if self.rotate_at == "write":
+            q = self._turn(q, "q", flow.q)
+        flow.rows = self._rows(q, flow, cache)
+        flow.view = self.view(flow.q.length)
+        asked, call = q, self._biased(self._read(q, flow, mask), flow)
+        if self.site.lends:
+            flow.links.weigh[self.site.layer] = lambda v: self._heads(replace(call, v=v, beside=1), flow)
+        o = with_shared(self, asked, call, flow) if flow.rows.shared else self._heads(call, flow)
+        if self.project.turns_values:
+            o = self._turn(o, "v", flow.q, back=True)
+        mapped: list[Callable[[Tensor, Flow], Tensor]] = [self.project.undo]
+        if self._after(flow):
+            after = [piece.v_after for piece in self.late_transforms]
+            made = flow.view == "absorbed" or self.project.undoes  # values are only final once undone
+            mapped = [*mapped, *after] if made else [*after, *mapped]
+        for change in mapped:
+            o = change(o, flow)
+        return o
+
+    def _taken(self, flow: Flow, cache: transformers.Cache | None) -> Tensor:
+        """Head outputs by the attention weights of another layer, over values of this one."""
+        layer, source = self.site.layer, self.site.attn_source
+        if source not in flow.links.weigh:
+            raise ValueError(f"layer {layer} takes the attention weights of layer {source}, which links do not hold")
+        flow.rows = self._store(self.project.write(flow), flow, cache)
+        return flow.links.weigh[source](flow.rows["v"])
+
     def _flow(
         self, x: Tensor, positions: Tensor | Axis | None, mask: Tensor | Mask | None, cache: transformers.Cache | None,
         context: Tensor | None, links: Links | None,
     ) -> Flow:  # fmt: skip
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}; this layer takes [batch, tokens, {self.dim}]")
-        if not x.shape[1]:
-            raise ValueError("x has no tokens; a pass has one or more")
-        if self.site.cross != (context is not None):
-            raise ValueError(f"this layer {'needs a context' if self.site.cross else 'takes no context'}")
-        if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.ndim not in (2, 4)):
-            raise ValueError(
-                f"a mask is bool, True = may attend, [B, T] or [B, H, T, S]; this one is {mask.dtype}, {[*mask.shape]}"
-            )
-        if isinstance(mask, Tensor):
-            self._check_mask(mask, x)
-        order = (causal,) if self.site.causal else ()
-        if self.in_order and (mask.rules != order if isinstance(mask, Mask) else mask is not None and mask.ndim == 4):
-            raise ValueError(
-                "a scan takes no mask over pairs of tokens; mark padding by a [B, T] mask, packed documents by the "
-                "segments of an Axis"
-            )
-        if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) not in (1, len(x)):
-            raise ValueError(f"positions of {len(positions)} sequences do not fit a batch of {len(x)}")
-        layer = self.site.layer
-        links = Links() if links is None else links
+        arguments.check(self, x, positions, mask, context)
+        layer, links = self.site.layer, Links() if links is None else links
         q = positions if isinstance(positions, Axis) else self.axis_of(x, positions, mask, cache)
         source, new = (x, q) if context is None else (context, Axis(context.shape[1], 0, device=x.device))
         if isinstance(mask, Mask) and (context is not None or cache is None):
@@ -252,62 +238,20 @@ class Attention(nn.Module):
         for what, axis, rows in (("queries", q, x), ("keys", new, source)):
             if axis.length != rows.shape[1]:
                 raise ValueError(f"an axis of {axis.length} {what} describes {rows.shape[1]}")
-        if cache is not None and not isinstance(cache, Cache):
-            if self.site.cross:
-                raise ValueError(f"a {type(cache).__name__} would take the context anew each pass; use manyheads.Cache")
-            if q.valid is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
-                raise ValueError(f"a {type(cache).__name__} forgets padding; give a 4-D mask, or use manyheads.Cache")
+        if cache is not None:
+            arguments.check_cache(self, cache, q, mask, len(x))
         given = mask if isinstance(mask, Tensor) and mask.ndim == 4 else None
-        if isinstance(cache, PrefixCache):
-            if self.whole is not None:
-                raise ValueError(f"{self.spec}: sequences cannot share rows, for {self.whole}; use manyheads.Cache")
-            if given is not None or isinstance(mask, Mask):
-                raise ValueError("a PrefixCache knows which rows a query may see; mark padding by a [B, T] mask")
         flow = Flow(x, source, q, new, links, layer, given, training=self.training, turn=self._turn)
         if isinstance(cache, Cache):
-            cache.site(layer).check_states(self.states, len(x))
-            flow.state = cache.state(layer)
+            flow.state = dict(cache.state(layer))  # as before this pass, also to a layer that takes these weights
             flow.past = cache.past(layer) if self.project.remembers else cache.slots(layer)
         return flow
-
-    def _check_mask(self, mask: Tensor, x: Tensor) -> None:
-        batch, t = x.shape[:2]
-        fits = {0: batch} if mask.ndim == 2 else {0: batch, 1: self.layout.q, 2: t}
-        for dim, wanted in fits.items():
-            if mask.shape[dim] not in (1, wanted):
-                what = ("batch", "heads", "queries")[dim]
-                raise ValueError(f"a mask {[*mask.shape]} has {mask.shape[dim]} {what}, not {wanted} (or 1)")
 
     def axis_of(
         self, x: Tensor, positions: Tensor | None, mask: Tensor | Mask | None, cache: transformers.Cache | None
     ) -> Axis:
         """The tokens of x: they count on from what the cache has seen, padding (a `[B, T]` mask) apart."""
-        if isinstance(mask, Mask):
-            return mask.q
-        past, log = 0, cache.axis if isinstance(cache, Cache) else None
-        if self.site.cross:
-            log = cache.site(self.site.layer).asked if isinstance(cache, Cache) else None
-            past = 0 if log is None else log.length
-        elif cache is not None:
-            source = self.site.kv_source
-            at = self.site.layer if source is None else source
-            past = cache.length(at) if isinstance(cache, Cache) else cache.get_seq_length(at)
-            past = past if source is None else past - x.shape[1]  # which the source has written in this pass
-        valid = mask if mask is not None and mask.ndim == 2 else None
-        for what, given in (("a padding mask", valid), ("positions", positions)):
-            if given is not None and (given.ndim != 2 or given.shape[1] != x.shape[1]):
-                raise ValueError(f"{what} must be about the tokens of x, {[*x.shape[:2]]}, not {[*given.shape]}")
-        if isinstance(cache, Cache) and not self.site.cross:
-            assert isinstance(past, int)
-            axis = cache.coming(x.shape[1], past, valid, x.device)
-            if axis is not None:
-                return axis if positions is None else replace(axis, given_position=positions)
-        if positions is None:
-            positions = _count_on(None if not past or log is None else log[:past], valid, x.shape[1])
-        if isinstance(past, Tensor):
-            time = past.clone() + torch.arange(x.shape[1], device=x.device)[None]
-            return Axis(x.shape[1], None, positions, time, valid=valid, device=x.device)
-        return Axis(x.shape[1], past, positions, valid=valid, device=x.device)
+        return arguments.axis_of(self, x, positions, mask, cache)
 
     def _enter(self, flow: Flow) -> Flow:
         """x and its axis as the token parts make them; in self-attention they are the key side too."""
@@ -339,7 +283,7 @@ class Attention(nn.Module):
             rows = {name: self._turn(row, name, flow.new) for name, row in rows.items()}
         written = self._store(self.project.settle(q, rows, flow), flow, cache)
         flow.links.rows[layer] = written
-        return written
+        return flow.links.rows[flow.links.route.get(layer, layer)]
 
     def _store(self, rows: dict[str, Tensor], flow: Flow, cache: transformers.Cache | None) -> Rows:
         if cache is None:
@@ -358,7 +302,7 @@ class Attention(nn.Module):
         first = cache.get_mask_sizes(flow.q.length, self.site.layer)[1]
         first = first.clone() if isinstance(first, Tensor) else first
         tensors = write_stock(cache, self.site.layer, rows, self.entries)
-        return Rows(tensors, _stock_axis(flow.q, first, next(iter(tensors.values())).shape[2]))
+        return Rows(tensors, stock_axis(flow.q, first, next(iter(tensors.values())).shape[2]))
 
     def _read(self, q: Tensor, flow: Flow, mask: Tensor | Mask | None) -> Call:
         """The attention problem, after transforms and rotation on the reading side, or with them on the queries."""
@@ -430,50 +374,6 @@ class Attention(nn.Module):
                 call = replace(call, bias=bias)
         return call
 
-    def _with_shared(self, asked: Tensor, call: Call, flow: Flow) -> Tensor:
-        """What heads read of their own sequence's rows and of those that it shares, merged."""
-        assert flow.rows is not None
-        whole = self._attend(call, self.splitting, flow, need_lse=True)
-        told = [] if flow.links.lse is None else flow.links.lse.setdefault(self.site.layer, [])
-        told.append(cast(Tensor, whole.lse))
-        for rows, first, last in flow.rows.shared:
-            read = self._read_shared(asked, Shared(rows, first, last), flow)
-            told.append(cast(Tensor, read.lse))
-            if last - first == len(whole.o):
-                whole = merge([whole, read])
-                continue
-            assert whole.lse is not None
-            read = merge([Out(whole.o[first:last], whole.lse[first:last]), read])
-            assert read.lse is not None
-            whole = Out(
-                torch.cat([whole.o[:first], read.o, whole.o[last:]]),
-                torch.cat([whole.lse[:first], read.lse, whole.lse[last:]]),
-            )
-        return whole.o
-
-    def _read_shared(self, asked: Tensor, shared: Shared, flow: Flow) -> Out:
-        """What sequences read of rows that they share.
-
-        All their queries are one sequence of queries, so that the rows are read once; only where a rule looks beyond
-        the axes, at the tokens of each sequence, the rows are there for each.
-        """
-        rows, first, last = shared
-        one = replace(flow, rows=rows, memo={**flow.memo})
-        call = self._read(asked, one, None)
-        rules = tuple(rule for rule in call.mask.rules if rule is not causal)  # all is earlier
-        folds = all(isinstance(rule, Bounded) for rule in rules)
-        if folds:
-            q, axis = call.q[first:last].transpose(0, 1).flatten(1, 2)[None], _in_a_row(call.mask.q, first, last)
-            call = replace(call, q=q, mask=replace(call.mask, q=axis, rules=rules))
-        else:
-            k, v = (t.expand(len(call.q), -1, -1, -1) for t in (call.k, call.v))
-            call = replace(call, k=k, v=v, mask=replace(call.mask, rules=rules))
-        out = self._attend(self._biased(call, one), self.splitting, one, need_lse=True)
-        assert out.lse is not None
-        if not folds:
-            return Out(out.o[first:last], out.lse[first:last])
-        return Out(*(t[0].unflatten(1, (last - first, -1)).transpose(0, 1) for t in (out.o, out.lse)))
-
     def _heads(self, call: Call, flow: Flow) -> Tensor:
         """What heads read, `[B, H, T, V]`: of keys, or of the state that stands in their place."""
         scan = self.scan
@@ -521,6 +421,10 @@ class Attention(nn.Module):
 
     def explain(self, queries: int) -> Plan:
         """Which kernel a pass of `queries` new tokens runs on, and why."""
+        if self.site.attn_source is not None:
+            with torch.device("meta"):
+                own = self.site._replace(attn_source=None, shared=None)
+                return Attention(self.spec, self.dim, self.heads, site=own).explain(queries)
         scan = self.scan
         if scan is not None:
             return scan.plan(queries, next(self.parameters()))
@@ -564,37 +468,6 @@ def _on_channels(x: Tensor, cut: slice, change: Callable[[Tensor], Tensor]) -> T
     if (first, last) == (0, x.shape[-1]):
         return change(x)
     return torch.cat([x[..., :first], change(x[..., first:last]), x[..., last:]], -1)
-
-
-def _in_a_row(axis: Axis, first: int, last: int) -> Axis:
-    """The tokens of sequences first to last - 1 as those of one sequence; what stands on padding has no meaning."""
-    if last - first == 1 and axis.start is not None:
-        return replace(axis, valid=None)
-
-    def fold(t: Tensor) -> Tensor:
-        return (t.expand(last - first, -1) if len(t) == 1 else t[first:last]).reshape(1, -1)
-
-    return replace(axis, valid=None).map(fold, (last - first) * axis.length)
-
-
-def _count_on(log: Axis | None, valid: Tensor | None, new: int) -> Tensor | None:
-    """Positions of new tokens after those of the log, padding left out; None where they equal time."""
-    if valid is None and (log is None or log.given_position is None):
-        return None
-    newest = -1 if log is None else torch.where(log.validity, log.position, -1).amax(-1, keepdim=True)
-    if valid is not None:
-        return (newest + valid.long().cumsum(-1)).clamp_min(0)
-    assert isinstance(newest, Tensor)
-    return newest + torch.arange(1, new + 1, device=newest.device)
-
-
-def _stock_axis(q: Axis, first: int | Tensor, keys: int) -> Axis:
-    """The keys of a stock cache, from time `first` on; static ones reach beyond the newest query, unseen."""
-    if isinstance(first, int) and q.given_position is None:
-        return Axis(keys, first, device=q.device)
-    time = first + torch.arange(keys, device=q.device)[None]
-    position = None if q.given_position is None else q.position[:, -1:] - (q.time[:, -1:] - time)
-    return Axis(keys, first if isinstance(first, int) else None, position, time, device=q.device)
 
 
 __all__ = ["ALONE", "Attention", "Bias", "Entry"]

@@ -84,7 +84,8 @@ def shrink_model(
     Args:
         model: a hub name, a folder, a GGUF file, or `smollm2`.
         budgets: `50%` of the source's cache, or a number of floats a token and layer; one candidate each.
-        to: `mla`, `gqa`, or `auto`: the one that does less damage, layer by layer.
+        to: `mla`, `gqa`, or `auto`: the one that does less damage, layer by layer; or `share`: layers that read the
+            rows of others, which nothing heals.
         texts: files to calibrate on (first 80 %) and to evaluate on (the rest), instead of Python's help texts.
         heal: `layerwise`, a number of steps a layer, `none`, or the options themselves.
         out: must not exist; default `<name>-shrunk`.
@@ -422,9 +423,11 @@ def examine(
     ours = isinstance(model, ManyheadsForCausalLM)
     specs = [str(spec) for spec in model.specs] if ours else [type(model).__name__]
     floats, size = cache_figures(model)
+    read = [f"{layer} reads {at}" for layer, at in enumerate(model.config.kv_source) if at is not None] if ours else []
     found = quality(model, tokens, reference, progress=progress)
     return {
-        "spec": "; ".join(spec if n == len(specs) else f"{n} × {spec}" for spec, n in Counter(specs).items()),
+        "spec": "; ".join(spec if n == len(specs) else f"{n} × {spec}" for spec, n in Counter(specs).items())
+        + (f" (layer {', '.join(read)})" if read else ""),
         "specs": specs if ours else [], "kv_floats_per_token_layer": floats, "kv_bytes_per_token": size,
         "perplexity": found.perplexity, "kl": found.kl, "top1": found.top1,
     }  # fmt: skip
@@ -466,7 +469,7 @@ def peak_mb(model: PreTrainedModel, context: int) -> float:
 
 def _stages(layers: InMemory, tokens: Tensor, goal: Goal, work: Path, clock: _Clock) -> dict[str, float] | None:
     """The calibration loss after each stage; a plan that mixes moves has none in common."""
-    if goal.to == "auto":
+    if goal.to in ("auto", "share"):
         return None
     losses = account(layers, tokens, goal, work, load_source(work / goal.name).model, clock)
     return {{"healed": "heal"}.get(name, name): loss for name, loss in losses.items() if name != "source"}

@@ -66,14 +66,15 @@ def _of_model(name: str) -> list[tuple[list[int], str, int, int, Site]]:
     from manyheads.core.part import Site
 
     config = config_of(name)
-    kinds: dict[tuple[str, int, int | None], list[int]] = {}
+    kinds: dict[tuple[str, int, int | None, int | None], list[int]] = {}
     turns = config.turns
-    for index, kind in enumerate(zip(map(str, turns.specs), turns.heads, turns.kv_source, strict=True)):
+    lines = map(str, turns.specs)
+    for index, kind in enumerate(zip(lines, turns.heads, turns.kv_source, turns.attn_source, strict=True)):
         kinds.setdefault(kind, []).append(index)
     count = len(turns.specs)
     return [
-        (layers, spec, config.hidden_size, heads, Site(layers[0], count, kv_source=source))
-        for (spec, heads, source), layers in kinds.items()
+        (layers, spec, config.hidden_size, heads, Site(layers[0], count, kv_source=rows, attn_source=weights))
+        for (spec, heads, rows, weights), layers in kinds.items()
     ]
 
 

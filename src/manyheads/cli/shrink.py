@@ -17,6 +17,7 @@ class To(Enum):
     mla = "mla"
     gqa = "gqa"
     auto = "auto"
+    share = "share"
 
 
 @command
@@ -33,7 +34,10 @@ def shrink(
         ),
     ] = None,
     to: Annotated[
-        To, typer.Option(help="Latent attention, fewer key heads, or whichever harms a layer less.")
+        To,
+        typer.Option(
+            help="Latent attention, fewer key heads, or whichever harms a layer less; or layers that share their cache."
+        ),
     ] = To.mla,
     text: Annotated[
         list[Path] | None,

@@ -35,8 +35,8 @@ def to_own(model: ManyheadsForCausalLM) -> ManyheadsForCausalLM:
     fields = {name: getattr(base, name) for name in OWN if hasattr(base, name)}
     tokens = {name: getattr(old, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = ManyheadsConfig(
-        specs=old.specs, heads=old.heads, kv_source=old.kv_source, notes=old.notes, aux_weight=old.aux_weight,
-        tie_word_embeddings=old.tie_word_embeddings, dtype=model.dtype, **tokens, **fields,
+        specs=old.specs, heads=old.heads, kv_source=old.kv_source, attn_source=old.attn_source, notes=old.notes,
+        aux_weight=old.aux_weight, tie_word_embeddings=old.tie_word_embeddings, dtype=model.dtype, **tokens, **fields,
     )  # fmt: skip
     state = {}
     for name, tensor in model.model.state_dict(keep_vars=True).items():

@@ -11,7 +11,7 @@ from typing import Literal
 from manyheads.core.part import OptionError
 from manyheads.core.spec import Spec
 
-Target = Literal["mla", "gqa", "auto"]
+Target = Literal["mla", "gqa", "auto", "share"]
 SMALLEST_LATENT = 8
 """The smallest cache, in numbers a token and layer, that a latent is made for: one rotary pair and six channels."""
 
@@ -22,7 +22,7 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What budgets are judged by: a source layer's key heads and widths.
+    """What budgets are judged by: a source layer's key heads and widths, and how many layers there are.
 
     dim: width of its input, one more with biases; a latent as wide holds all of it. None sets no such bound.
     """
@@ -31,6 +31,7 @@ class Shape:
     qk_width: int
     v_width: int
     dim: int | None = None
+    layers: int = 1
 
     @property
     def floats(self) -> int:
@@ -48,7 +49,7 @@ class Goal:
 
     name: of the candidate, such as `mla-50` (per cent of the source's cache) or `mla-192f`. kv_heads: for `gqa`, 0
     where not one head fits. turning: rotary pairs of a latent's shared key. exact: the latent's rank at which nothing
-    more can be kept.
+    more can be kept. owners: for `share`, how many layers keep rows of their own.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Goal:
     kv_heads: int
     turning: int
     exact: int | None = None
+    owners: int = 0
 
     @property
     def rank(self) -> int:
@@ -69,7 +71,7 @@ class Goal:
     @property
     def note(self) -> str | None:
         """What of the budget is left unused, and why."""
-        if self.to == "gqa" or self.exact is None or self._asked < self.exact:
+        if self.exact is None or self._asked < self.exact:
             return None
         if self._asked == self.exact:
             return f"{self.name}: as large as the source's cache, so that nothing is saved"
@@ -81,13 +83,17 @@ class Goal:
 
 def read_budget(text: str, shape: Shape) -> int:
     """`50%` of the source's cache, or a number of floats a token and layer, as floats."""
+    return int(_read(text, shape))
+
+
+def _read(text: str, shape: Shape) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", text)
     if match is None:
         raise BudgetError(
             f"a budget reads 50% (of the source's cache) or 192 (numbers a token and layer), not {text!r}"
         )
     number = float(match[1])
-    return int(shape.floats * number / 100) if match[2] else int(number)
+    return shape.floats * number / 100 if match[2] else int(number)
 
 
 def make_goal(text: str, to: Target, shape: Shape) -> Goal:
@@ -96,17 +102,21 @@ def make_goal(text: str, to: Target, shape: Shape) -> Goal:
     At the source's own size and above, a latent holds everything: the goal is exact, and its rank clipped.
     """
     floats = read_budget(text, shape)
-    smallest = {"mla": SMALLEST_LATENT, "gqa": shape.head, "auto": SMALLEST_LATENT}[to]
-    if floats < smallest:
+    owners = int(shape.layers * _read(text, shape) / shape.floats + 1e-9) if to == "share" else 0
+    one = -(-shape.floats // shape.layers)
+    smallest = {"mla": SMALLEST_LATENT, "gqa": shape.head, "auto": SMALLEST_LATENT, "share": one}[to]
+    if (owners < 1) if to == "share" else floats < smallest:
         share = math.ceil(1e4 * smallest / shape.floats) / 100
         raise BudgetError(
             f"no {'method' if to == 'auto' else to} fits {text} ({floats} numbers a token and layer); the smallest is "
             f"{smallest} ({share:g}%)"
         )
-    if to == "gqa" and floats >= shape.floats:
+    if to in ("gqa", "share") and floats >= shape.floats:
         raise BudgetError(f"a budget of {text} leaves nothing to shrink: the source caches {shape.floats} numbers")
     share = text.replace("%", "").strip() if "%" in text else f"{floats}f"
     name = f"{to}-{share}"
+    if to == "share":
+        return Goal(name, to, floats, 0, 0, owners=owners)
     fits = [g for g in range(1, shape.kv_heads) if shape.kv_heads % g == 0 and g * shape.head <= floats]
     kv_heads = max(fits, default=0)
     if to == "gqa":

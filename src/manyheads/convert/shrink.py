@@ -26,6 +26,7 @@ from manyheads.convert.moves.gqa import ToGQA
 from manyheads.convert.moves.mla import ToMLA, choose
 from manyheads.convert.plan import Goal, Shape, check_uniform
 from manyheads.convert.resume import check_resume, write_text
+from manyheads.convert.share import check_shared, shrink_shared
 from manyheads.convert.stats import AttentionStats, measure, power, sensitivity
 from manyheads.convert.stream import InMemory, Layers, attention_of, layer_name, put_attention, run
 from manyheads.core.part import OptionError, Site
@@ -81,6 +82,9 @@ def shape_of(source: Layers | ManyheadsConfig) -> Shape:
     config = source if isinstance(source, ManyheadsConfig) else source.config
     if config.base is None:
         raise OptionError("conversions start from an adopted model; this one is our own decoder")
+    for index, shared in enumerate(zip(config.kv_source, config.attn_source, strict=True)):
+        if shared != (None, None):
+            raise OptionError(f"layer {index} reads from another layer; conversions start from layers of their own")
     shapes, specs = [], []
     for index, (line, heads) in enumerate(zip(config.specs, config.heads, strict=True)):
         spec, site = Spec.parse(line), Site(index, len(config.specs))
@@ -90,7 +94,7 @@ def shape_of(source: Layers | ManyheadsConfig) -> Shape:
         _, _, layout = spec.resolve(site).layouts(config.hidden_size, heads, site)[0]
         specs.append(spec)
         width = config.hidden_size + ("qkv" in project[0].bias)  # type: ignore[attr-defined]
-        shapes.append(Shape(layout.kv, layout.qk_width, layout.v_width, width))
+        shapes.append(Shape(layout.kv, layout.qk_width, layout.v_width, width, len(config.specs)))
     return check_uniform(specs, shapes)
 
 
@@ -130,14 +134,32 @@ def shrink(
     refuse(layers.config, goals)
     source = {"source": _digest(layers.embed(tokens)), "tokens": _digest(tokens)}
     check_resume(work, {**source, "heal": asdict(heal), "stretch": limit, **(options or {})})
-    survey(layers, text, work / "survey", progress)
-    slots = turning_damage(work / "survey", len(layers.config.specs))
-    return [convert(layers, text, goal, work, heal, slots, progress) for goal in goals]
+    slots = torch.zeros(0)
+    if any(goal.to != "share" for goal in goals):  # which fits nothing
+        survey(layers, text, work / "survey", progress)
+        slots = turning_damage(work / "survey", len(layers.config.specs))
+    return [
+        share(layers, tokens, goal, work, progress) if goal.to == "share"
+        else convert(layers, text, goal, work, heal, slots, progress)
+        for goal in goals
+    ]  # fmt: skip
+
+
+def share(layers: Layers, tokens: Tensor, goal: Goal, work: Path, progress: Progress) -> list[Damage]:
+    """One goal by layers that read the rows of others."""
+    found = shrink_shared(
+        layers, tokens, goal.owners, work / goal.name, notes={"goal": asdict(goal)},
+        progress=lambda done, total: progress(goal.name, done, total),
+    )  # fmt: skip
+    return [Damage(**each) for each in found]
 
 
 def refuse(config: ManyheadsConfig, goals: Sequence[Goal]) -> None:
     """Raise before any work for layers that a goal's moves cannot convert."""
     for goal in goals:
+        if goal.to == "share":
+            check_shared(config, goal.owners)
+            continue
         moves = _moves(goal, ())
         for index, line in enumerate(config.specs):
             reasons = [why for move in moves if (why := move.refusal(Spec.parse(line))) is not None]

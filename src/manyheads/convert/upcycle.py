@@ -68,7 +68,7 @@ def _lines(config: ManyheadsConfig, count: int, kv: str, top: int, renormalise: 
     """Spec and feed-forward of every layer of the mixture."""
     if not count:
         raise ValueError("no models to mix")
-    if config.base is not None or any(source is not None for source in config.kv_source):
+    if config.base is not None or any(source is not None for source in (*config.kv_source, *config.attn_source)):
         raise ValueError("models to mix are our own decoder (base=None), each layer with rows of its own")
     layers = config.num_hidden_layers
     specs = [_spec(line, count, kv, Site(layer, layers)) for layer, line in enumerate(config.specs)]

@@ -41,7 +41,9 @@ class Shared(NamedTuple):
 class Links:
     """The one channel between the layers of a pass: explicit tensors in, explicit tensors out.
 
-    `rows` holds what layers with readers wrote, by layer; `handed` what select parts hand to later layers, by layer;
+    `rows` holds what layers with readers wrote, by layer; `route` says of layers with rows of their own whose rows they
+    read in this pass instead (none: their own); `weigh` has, by layer, how a layer's attention weights weigh values
+    `[B, G, S, V]` of another, to head outputs; `handed` what select parts hand to later layers, by layer;
     `aux` the auxiliary losses by name; `memo` what is computed once a pass; `residual` the stream before the norm of
     the layer that runs now, where a block hands it on; `lse`, where a caller gives a dictionary for it, the log-sum-exp
     `[B, H, T]` of sequences' own rows and of each run that they share, by layer. The stack (or the caller of a lone
@@ -49,6 +51,8 @@ class Links:
     """
 
     rows: dict[int, Rows] = field(default_factory=dict)
+    route: Mapping[int, int] = field(default_factory=dict)
+    weigh: dict[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     handed: dict[int, Any] = field(default_factory=dict)
     aux: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)

@@ -24,6 +24,9 @@ from manyheads.core.scan import CHUNK
 Stage = Literal["tokens", "project", "transform", "position", "select", "scan", "attend", "gate"]
 STAGES: tuple[Stage, ...] = ("tokens", "project", "transform", "position", "select", "scan", "attend", "gate")
 
+SCORING: frozenset[Stage] = frozenset({"position", "select", "attend"})
+"""Stages that say how attention weights come about."""
+
 NONE: frozenset[str] = frozenset()
 
 FACTS = {
@@ -54,6 +57,8 @@ FACTS = {
     "key lengths": "how long a key is counts",
     "head sizes": "how large a head's output is counts",
     "positive": "no channel of a query or a key is negative",
+    "own queries": "the layer makes queries",
+    "values alone": "values are rows of their own, which a layer can cache without keys and weigh by any weights",
 }
 """What a part may need, give, break or keep. Combinations are judged from these alone."""
 
@@ -125,7 +130,9 @@ class Site(NamedTuple):
     """Where a layer sits.
 
     layer: its number, counted on where a stack runs its blocks several times. kv_source: the earlier layer whose cached
-    rows this one reads instead of its own. shared: gives modules that the stack owns, by name (see `borrow`).
+    rows this one reads instead of its own. attn_source: the earlier layer by whose attention weights this one weighs
+    its own values. lends: whether a later layer does so by the weights of this one. shared: gives modules that the
+    stack owns, by name (see `borrow`).
     """
 
     layer: int = 0
@@ -135,6 +142,8 @@ class Site(NamedTuple):
     context_dim: int | None = None
     max_len: int | None = None
     kv_source: int | None = None
+    attn_source: int | None = None
+    lends: bool = False
     shared: Callable[[str, Callable[[], nn.Module]], nn.Module] | None = None
 
     def share(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
@@ -151,11 +160,17 @@ class Site(NamedTuple):
             | {"one rotation", "own tokens", "paired heads", "plain scores", "still values", "token queries"}
             | {"scores", "bare scores", "final rows", "adjacent keys", "formed keys"}
             | {"query lengths", "key lengths", "head sizes"}
-            | ({"own rows"} if self.kv_source is None else set())
+            | ({"own rows"} if self.kv_source is None and self.attn_source is None else set())
+            | ({"own queries"} if self.attn_source is None else set())
             | ({"causal"} if self.causal else set())
             | ({"bidirectional"} if self.cross or not self.causal else set())
             | (set() if self.cross else {"self"})
         )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the parts of a layer here must leave standing."""
+        return NONE if self.attn_source is None else frozenset({"values alone"})
 
 
 def borrow(holder: nn.Module, attribute: str, site: Site, name: str, make: Callable[[], nn.Module]) -> None:
@@ -176,16 +191,18 @@ class Part:
     """Options of a mechanism. Subclass it as a frozen dataclass, register it, and give it a `build`.
 
     slot: two parts with one slot exclude each other. needs, gives, breaks: facts (see `FACTS`); keeps: those that no
-    later part may break; spares: those that other parts of its stage break (`STAGE_BREAKS`). at: whether a transform
-    acts on rows before they are cached ("write"), when they are read ("read"), or where the projection allows
-    ("either"). hint: for a fact it needs or keeps, the nearest legal choice when something breaks it. examples: options
-    that fit a layer of dim 24 with 4 heads, for `manyheads.testing`; each should be another way through the code.
+    later part may break; spares: those that other parts of its stage break (`STAGE_BREAKS`). scores_only: a transform
+    of queries and keys that leaves values alone. at: whether a transform acts on rows before they are cached ("write"),
+    when they are read ("read"), or where the projection allows ("either"). hint: for a fact it needs or keeps, the
+    nearest legal choice when something breaks it. examples: options that fit a layer of dim 24 with 4 heads, for
+    `manyheads.testing`; each should be another way through the code.
     """
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
     paper: ClassVar[str] = ""
     slot: ClassVar[str | None] = None
+    scores_only: ClassVar[bool] = False
     at: ClassVar[Literal["write", "read", "either"]] = "write"
     examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
 
@@ -212,6 +229,10 @@ class Part:
     @property
     def hint(self) -> Mapping[str, str]:
         return {}
+
+    def lent(self, site: Site) -> bool:
+        """Whether what it does is in the attention weights that a layer here takes from another: it is not built."""
+        return site.attn_source is not None and (self.stage in SCORING or self.scores_only)
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         """The layout after this part; raises `OptionError` for numbers that do not fit."""

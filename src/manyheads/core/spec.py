@@ -93,6 +93,7 @@ class Spec:
                 )
             breaks = part.breaks | (STAGE_BREAKS.get(part.stage, NONE) - part.spares)
             breaks |= {"cached heads"} if part.at == "read" else NONE
+            breaks |= {"values alone"} if part.stage == "transform" and not part.scores_only else NONE
             for fact in sorted(breaks & kept.keys()):
                 hint = kept[fact].hint.get(fact)
                 raise SpecError(
@@ -104,6 +105,11 @@ class Spec:
             broken.update(dict.fromkeys(breaks & facts, part))
             kept.update(dict.fromkeys(part.keeps, part))
             facts = (facts - breaks) | part.gives
+        for fact in sorted(site.needs - facts):
+            why = f"{broken[fact].name!r} breaks" if fact in broken else f"nothing here gives ({self})"
+            raise SpecError(
+                f"a layer that takes its attention weights from another needs {fact!r} ({FACTS[fact]}), which {why}"
+            )
         if sum(part.stage == "project" for part in self.parts) != 1:
             names = [part.name for part in self.parts if part.stage == "project"]
             raise SpecError(f"a spec has one projection, this one has {names or 'none'}")
@@ -134,6 +140,8 @@ class Spec:
         spec = self.resolve(site)
         for part, before, after in spec.layouts(dim, heads, site):
             cost = part.cost(before, after, site)
+            if part.lent(site):  # weights are computed anew, by the parameters of their owner
+                cost = Cost(pair_flops=cost.pair_flops)
             total = total + (cost._replace(pair_flops=0) if spec.by_stage["scan"] and part.stage != "scan" else cost)
         return total.settled()
 

@@ -36,7 +36,7 @@ def wrapped(config: ManyheadsConfig) -> PreTrainedModel:
     body = AutoModelForCausalLM.from_config(base, attn_implementation="sdpa", dtype=config.dtype)
     made = swap_attention(
         body, config.attention_path, config.specs, config.hidden_size, config.heads, config.kv_source,
-        getattr(base, "attention_dropout", 0.0),
+        config.attn_source, getattr(base, "attention_dropout", 0.0),
     )  # fmt: skip
     for module in (*made, body.bank):
         initialise(module, config.num_hidden_layers, getattr(base, "initializer_range", 0.02))
@@ -60,9 +60,10 @@ class OwnBody(PreTrainedModel):
         super().__init__(config)
         self.decoder = Decoder(
             config.vocab_size, config.specs, config.hidden_size, config.heads, config.num_hidden_layers,
-            ffn=config.ffn, hidden=config.intermediate_size, kv_source=config.kv_source, residual=config.residual,
-            loops=config.loops, tied=config.tie_word_embeddings, eps=config.rms_norm_eps,
-            dropout=config.attention_dropout, std=config.initializer_range,
+            ffn=config.ffn, hidden=config.intermediate_size, kv_source=config.kv_source,
+            attn_source=config.attn_source, residual=config.residual, loops=config.loops,
+            tied=config.tie_word_embeddings, eps=config.rms_norm_eps, dropout=config.attention_dropout,
+            std=config.initializer_range,
         )  # fmt: skip
         mark_started(self.decoder)
         self.post_init()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class Listener(Protocol):
+    """What has a schedule."""
+
+    def on_step(self, progress: float) -> None: ...
 
 
 class ScheduleCallback(TrainerCallback):
@@ -14,19 +20,31 @@ class ScheduleCallback(TrainerCallback):
     >>> Trainer(model, arguments, train_dataset=data, callbacks=[ScheduleCallback()])
 
     A loop of your own calls `model.on_step(step / steps)` itself.
+
+    Args:
+        listeners: what else has an `on_step`, such as `EPAS`.
     """
+
+    def __init__(self, *listeners: Listener) -> None:
+        self.listeners = listeners
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         model: nn.Module | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        _tell(model, min(1.0, state.global_step / max(1, state.max_steps)))
+        self._tell(model, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         model: nn.Module | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        _tell(model, min(1.0, state.global_step / max(1, state.max_steps)))
+        self._tell(model, state)
+
+    def _tell(self, model: nn.Module | None, state: TrainerState) -> None:
+        progress = min(1.0, state.global_step / max(1, state.max_steps))
+        for listener in self.listeners:
+            listener.on_step(progress)
+        _tell(model, progress)
 
 
 def _tell(model: nn.Module | None, progress: float) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from manyheads.core.spec import printed
 from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.loops import Turns
+from manyheads.stack.maps import Map
 from manyheads.stack.residual import read_residual
 from manyheads.stack.sources import check_ffns, per_layer
 
@@ -41,7 +42,8 @@ class ManyheadsConfig(PreTrainedConfig):
         specs: a spec line for all layers, or one a layer (or, with `loops`, one for each layer of each loop).
         heads: query heads, one count or one a layer (default: the model's), or a schedule such as `step(3, 6)`, which
             is kept as a list.
-        kv_source: for each layer, None, or the earlier layer whose cached rows it reads.
+        kv_source: for each layer, None, or the earlier layer whose cached rows it reads; or a map (`stack.maps`), which
+            is kept as a list. attn_source: likewise the earlier layer by whose attention weights it weighs its values.
         attention_path: where the model keeps its attention modules.
         aux_weight: factor of the auxiliary losses' mean in the loss.
         notes: how the checkpoint came to be (source, budget, text, figures); not read by the model.
@@ -59,7 +61,8 @@ class ManyheadsConfig(PreTrainedConfig):
         base: dict[str, Any] | PreTrainedConfig | None = None,
         specs: str | Sequence[str] = "gqa",
         heads: HeadCounts | None = None,
-        kv_source: Sequence[int | None] | None = None,
+        kv_source: Map = None,
+        attn_source: Map = None,
         attention_path: str | None = None,
         notes: dict[str, Any] | None = None,
         aux_weight: float = 0.01,
@@ -79,9 +82,9 @@ class ManyheadsConfig(PreTrainedConfig):
                 kwargs.setdefault(name, getattr(base, name, None))
         layers = self.num_hidden_layers
         self.heads = head_counts(heads or self.num_attention_heads, self.hidden_size, layers)
-        self.kv_source = per_layer(kv_source or None, layers, "sources")
-        turns = Turns.of(specs, self.heads, self.kv_source, self.loops if base is None else 1)
+        turns = Turns.of(specs, self.heads, kv_source, attn_source, self.loops if base is None else 1)
         turns.check(self.hidden_size, layers)
+        self.kv_source, self.attn_source = turns.kv_source[:layers], turns.attn_source[:layers]
         lines = [str(spec) for spec in turns.specs]
         self.specs = lines[:layers] if lines == lines[:layers] * (len(lines) // layers) else lines
         if base is None:
@@ -99,7 +102,8 @@ class ManyheadsConfig(PreTrainedConfig):
     @property
     def turns(self) -> Turns:
         """Spec, heads and source of every layer, in the order they run."""
-        return Turns.of(self.specs, self.heads, self.kv_source, self.loops if self.base is None else 1)
+        loops = self.loops if self.base is None else 1
+        return Turns.of(self.specs, self.heads, self.kv_source, self.attn_source, loops)
 
     @staticmethod
     def _agree(base: PreTrainedConfig, given: dict[str, Any]) -> None:

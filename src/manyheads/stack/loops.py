@@ -16,6 +16,7 @@ from manyheads.attention import Attention
 from manyheads.core.part import OptionError, Site
 from manyheads.core.spec import Spec
 from manyheads.stack.bank import Bank, shapes
+from manyheads.stack.maps import Map, sources_of, specs_of
 from manyheads.stack.sources import check_layers, per_layer, sites
 
 
@@ -25,10 +26,11 @@ class Turns(NamedTuple):
     specs: list[str | Spec]
     heads: list[int]
     kv_source: list[int | None]
+    attn_source: list[int | None]
 
     @classmethod
     def of(
-        cls, specs: str | Spec | Sequence[str | Spec], heads: list[int], kv_source: Sequence[int | None], loops: int
+        cls, specs: str | Spec | Sequence[str | Spec], heads: list[int], kv_source: Map, attn_source: Map, loops: int
     ) -> Turns:
         """From heads and sources of one loop, and specs: one, one a layer, or one for each layer of each loop."""
         if loops < 1:
@@ -36,16 +38,22 @@ class Turns(NamedTuple):
         layers = len(heads)
         if isinstance(specs, (str, Spec)) or len(specs) != layers * loops:
             specs = per_layer(specs, layers, "specs") * loops
-        far = [None if at is None else at + loop * layers for loop in range(loops) for at in kv_source]
-        return cls(list(specs), heads * loops, far)
+        firsts = range(0, layers * loops, layers)
+        lines = [line for first in firsts for line in specs_of(kv_source, specs[first : first + layers])]
+        rows, weights = (
+            [None if at is None else at + first for first in firsts for at in sources_of(source, layers)]
+            for source in (kv_source, attn_source)
+        )
+        return cls(lines, heads * loops, rows, weights)
 
     def check(self, dim: int, layers: int, causal: bool = True) -> None:
         """As `check_layers`; later turns of a layer must also do with the weights of its first."""
-        check_layers(self.specs, dim, self.heads, self.kv_source, causal)
+        check_layers(self.specs, dim, self.heads, self.kv_source, self.attn_source, causal)
         if len(self.specs) == layers:
             return
         with torch.device("meta"):
-            places = zip(self.specs, self.heads, sites(self.kv_source, causal), strict=True)
+            where = sites(self.kv_source, self.attn_source, causal)
+            places = zip(self.specs, self.heads, where, strict=True)
             every = [Attention(line, dim, heads, site=site) for line, heads, site in places]
         for layer in every[layers:]:
             agree(layer, every[layer.site.layer % layers])

@@ -123,20 +123,20 @@ def put_attention(model: nn.Module, path: str, made: Sequence[nn.Module]) -> Non
 
 def swap_attention(
     model: nn.Module, path: str, specs: Sequence[str | Spec], dim: int, heads: Sequence[int],
-    kv_source: Sequence[int | None], dropout: float = 0.0,
+    kv_source: Sequence[int | None], attn_source: Sequence[int | None], dropout: float = 0.0,
 ) -> list[SeamAttention]:  # fmt: skip
     """Replace every attention module by one of ours with the layer's spec; weights are new. Returns the new modules.
 
     What the layers share is owned by the model, as `model.bank`.
     """
     olds = [old for _, _, old in attention_layers(model, path)]
-    if not len(olds) == len(specs) == len(heads) == len(kv_source):
+    if not len(olds) == len(specs) == len(heads) == len(kv_source) == len(attn_source):
         raise ValueError(
             f"{len(olds)} layers, but {len(specs)} specs, {len(heads)} head counts and {len(kv_source)} sources"
         )
     made = []
     model.bank = bank = Bank()
-    for index, (old, site) in enumerate(zip(olds, sites(kv_source, bank=bank), strict=True)):
+    for index, (old, site) in enumerate(zip(olds, sites(kv_source, attn_source, bank=bank), strict=True)):
         weight = next(old.parameters())
         with torch.device(weight.device):
             new = SeamAttention(specs[index], dim, heads[index], site=site, dropout=dropout).to(weight.dtype)

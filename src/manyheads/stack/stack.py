@@ -26,6 +26,7 @@ from manyheads.stack.ffn import make_ffn
 from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.initialise import initialise
 from manyheads.stack.loops import Turns, turn
+from manyheads.stack.maps import Map
 from manyheads.stack.meta import MetaTokens
 from manyheads.stack.residual import MHAR, Plain, read_residual
 from manyheads.stack.sources import check_ffns, per_layer, sites
@@ -34,7 +35,7 @@ from manyheads.stack.sources import check_ffns, per_layer, sites
 class Stack(nn.Module):
     """Pre-norm blocks.
 
-    >>> stack = Stack("gqa(kv_heads=2)", dim=64, heads=8, layers=4, kv_source=[None, 0, None, 2])
+    >>> stack = Stack("gqa(kv_heads=2)", dim=64, heads=8, layers=4, kv_source="cla(2)")  # or [None, 0, None, 2]
     >>> y = stack(torch.randn(1, 5, 64))
 
     Args:
@@ -46,7 +47,9 @@ class Stack(nn.Module):
         cross: whether each block also attends to a `context`, and how: True stands for `gqa`, or give a spec line.
             context_dim: the context's width (default dim).
         kv_source: for each layer None, or the earlier layer whose cached rows it reads; such a layer has no weights
-            for rows and adds nothing to the cache.
+            for rows and adds nothing to the cache. A list, or a map of `stack.maps` such as "cla(2)".
+        attn_source: likewise the earlier layer by whose attention weights a layer weighs its own values; such a layer
+            makes no queries and keys, and caches values only.
         residual: what sublayers read: `sum`, or a mixture of earlier outputs, such as `mhar(heads=8)` (see `MHAR`).
         loops: how many times the blocks run, one after the other, with the same weights; each time they cache rows of
             their own. specs may then also be one for each layer of each loop, if the weights agree.
@@ -60,7 +63,7 @@ class Stack(nn.Module):
         self, specs: str | Spec | Sequence[str | Spec], dim: int, heads: HeadCounts,
         layers: int | None = None, *, ffn: str | Feed | Sequence[str | Feed] = "swiglu", hidden: int | None = None,
         causal: bool = True, cross: bool | str = False, context_dim: int | None = None,
-        kv_source: Sequence[int | None] | None = None,
+        kv_source: Map = None, attn_source: Map = None,
         residual: str | Plain | MHAR = "sum", loops: int = 1, meta: int = 0, eps: float = 1e-6, dropout: float = 0.0,
         std: float = 0.02, checkpoint: bool = False,
     ) -> None:  # fmt: skip
@@ -69,15 +72,14 @@ class Stack(nn.Module):
             layers = 1 if isinstance(specs, (str, Spec)) else len(specs)
         if layers < 1:
             raise ValueError(f"a stack of {layers} layers; the smallest has 1")
-        self.kv_source = per_layer(kv_source, layers, "sources")
-        turns = Turns.of(specs, head_counts(heads, dim, layers), self.kv_source, loops)
+        turns = Turns.of(specs, head_counts(heads, dim, layers), kv_source, attn_source, loops)
         turns.check(dim, layers, causal)
         self.ffns, self.hidden = check_ffns(per_layer(ffn, layers, "feed-forwards"), dim, hidden, causal), hidden
         self.dim, self.causal, self.loops = dim, causal, loops
         self.bank = Bank()
         self.blocks = nn.ModuleList()
-        places = zip(turns.specs, turns.heads, sites(turns.kv_source, causal, self.bank), strict=True)
-        for line, count, site in places:
+        where = sites(turns.kv_source, turns.attn_source, causal, self.bank)
+        for line, count, site in zip(turns.specs, turns.heads, where, strict=True):
             beside = Site(
                 site.layers + site.layer, site.layers, causal=False, cross=True, context_dim=context_dim,
                 shared=site.shared,
@@ -94,7 +96,6 @@ class Stack(nn.Module):
                 block.later.append((turn(block.attention, line, site), other))
         self.meta = MetaTokens(meta, dim) if meta else None
         self.cross = bool(cross)
-        self._read = {source for source in turns.kv_source if source is not None}
         self.residual = read_residual(residual).build(dim, self.sublayers)
         self.checkpoint(checkpoint)
         initialise(self, layers * loops, std)
@@ -119,6 +120,16 @@ class Stack(nn.Module):
     def sublayers(self) -> list[int]:
         """How many sublayers each layer has, in the order they run."""
         return [block.sublayers for _, block in self.running]
+
+    @property
+    def kv_source(self) -> list[int | None]:
+        """For each layer None, or the layer whose cached rows it reads."""
+        return [layer.site.kv_source for layer in self.attentions[: len(self.blocks)]]
+
+    @property
+    def attn_source(self) -> list[int | None]:
+        """For each layer None, or the layer whose attention weights it takes."""
+        return [layer.site.attn_source for layer in self.attentions[: len(self.blocks)]]
 
     @property
     def cost(self) -> Cost:
@@ -169,13 +180,14 @@ class Stack(nn.Module):
             context_mask = context_mask[:, None, None].expand(-1, -1, x.shape[1], -1)
         stream, site = self.residual.start(x), 0
         x = self.residual.read(site, stream)
+        read = {layer.site.kv_source for layer in self.attentions}
         for layer, (loop, block) in enumerate(self.running):
             x, stream = block(
                 x, positions=axis, mask=mask, cache=cache, context=context, context_mask=context_mask, links=links,
                 residual=self.residual, stream=stream, site=site, loop=loop,
             )  # fmt: skip
             site += block.sublayers
-            if layer not in self._read:
+            if layer not in read and not links.route:
                 links.rows.pop(layer, None)  # nobody reads them: free before the next layer
             links.rows.pop(self.loops * len(self.blocks) + layer, None)
         return x if self.meta is None or later else self.meta.without(x, padding)

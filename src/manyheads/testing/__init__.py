@@ -17,6 +17,7 @@ from manyheads.testing.conformance import (
     precision,
     samples,
     shared_rows,
+    shared_weights,
     singles,
 )
 from manyheads.testing.feeds import FEED_LAWS, FeedCase, check_feed, feed_samples
@@ -37,5 +38,6 @@ __all__ = [
     "precision",
     "samples",
     "shared_rows",
+    "shared_weights",
     "singles",
 ]

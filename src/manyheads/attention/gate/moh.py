@@ -46,6 +46,10 @@ class MoH(Part):
     shared: int = 0
     router: Literal["linear", "norm"] = "linear"
 
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"own queries"} if self.router == "norm" else ())
+
     def layout(self, heads: Heads, site: Site) -> Heads:
         routed = heads.out - self.shared
         if self.shared < 0 or not 0 <= self.top <= routed or self.top + self.shared == 0:

@@ -43,7 +43,7 @@ class GQA(Part):
 
     @property
     def gives(self) -> frozenset[str]:
-        return frozenset({"head keys", "several keys"})
+        return frozenset({"head keys", "several keys", "values alone"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.head_dim is None and heads.dim % heads.q:

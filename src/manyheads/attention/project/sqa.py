@@ -59,7 +59,7 @@ class SQA(Part):
 
     @property
     def gives(self) -> frozenset[str]:
-        return frozenset({"head keys"})
+        return frozenset({"head keys", "values alone"})
 
     def counts(self, heads: Heads) -> tuple[int, int]:
         """Query and key heads, checked."""

@@ -57,7 +57,7 @@ class HySparse(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"one map", "alike heads"})
+        return frozenset({"one map", "alike heads", "values alone"})
 
     def source(self, site: Site) -> int | None:
         """The full layer that a sparse one reads from; None for a full one."""

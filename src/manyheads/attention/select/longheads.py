@@ -66,7 +66,7 @@ class LongHeads(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"one map", "alike heads"})
+        return frozenset({"one map", "alike heads", "values alone"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.chunk < 1 or self.chunks < 3:

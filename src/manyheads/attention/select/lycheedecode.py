@@ -69,7 +69,7 @@ class LycheeDecode(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"one map", "alike heads"})
+        return frozenset({"one map", "alike heads", "values alone"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.sinks < 0 or self.budget <= self.sinks:

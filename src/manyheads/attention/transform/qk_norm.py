@@ -31,6 +31,7 @@ class QKNorm(Part):
     paper: ClassVar[str] = "arXiv 2010.04245"
     slot: ClassVar[str | None] = "qk-norm"
     at: ClassVar = "either"
+    scores_only: ClassVar[bool] = True
 
     eps: float = 1e-6
 

@@ -47,6 +47,8 @@ def check(model: ManyheadsForCausalLM, dtype: torch.dtype) -> None:
 def _against_layer(layer: Attention) -> Iterator[str]:
     if layer.site.kv_source is not None:
         yield f"reads the cached rows of layer {layer.site.kv_source}; in the stock class every layer has its own"
+    if layer.site.attn_source is not None:
+        yield f"takes the attention weights of layer {layer.site.attn_source}; in the stock class it makes its own"
     for part in layer.spec.parts:
         if not _fits(part):
             why = _WHY.get(part.name, "has no place in the stock class (gqa or mla with rope has)")
