@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from manyheads import inspect
     from manyheads.attention import Attention
     from manyheads.attention.explain import explain
     from manyheads.bench.compare import compare
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from manyheads.core.spec import Spec, SpecError
     from manyheads.experts.adapters import adapt, adapters
     from manyheads.experts.adapters import load as load_adapters
+    from manyheads.inspect import ablate, capture, steer
     from manyheads.stack import Decoder, Encoder, Stack
 
 __version__ = "0.1.0"
@@ -39,26 +41,34 @@ __all__ = [
     "Spec",
     "SpecError",
     "Stack",
+    "ablate",
     "adapt",
     "adapters",
     "adopt",
+    "capture",
     "compare",
     "explain",
+    "inspect",
     "load_adapters",
     "shrink",
+    "steer",
 ]
 
 _HOMES = {
     "Attention": "attention", "Axis": "core.mask", "Cache": "core.cache", "Cost": "core.cost", "Decoder": "stack",
     "Encoder": "stack", "Links": "core.flow", "Mask": "core.mask", "OptionError": "core.part",
     "PrefixCache": "core.prefix", "Site": "core.part", "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack",
-    "adapt": "experts.adapters", "adapters": "experts.adapters", "adopt": "convert.adopt", "compare": "bench.compare",
+    "ablate": "inspect", "adapt": "experts.adapters", "adapters": "experts.adapters", "adopt": "convert.adopt",
+    "capture": "inspect", "compare": "bench.compare",
     "explain": "attention.explain", "load_adapters": "experts.adapters:load", "shrink": "bench.job:shrink_model",
+    "steer": "inspect",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds, and `manyheads --help` needs none of it."""
+    if name == "inspect":  # a room of its own
+        return import_module(f"{__name__}.inspect")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, _, own = _HOMES[name].partition(":")

@@ -36,6 +36,7 @@ from manyheads.core.part import (
     Transform,
 )
 from manyheads.core.spec import Spec
+from manyheads.core.tap import Tap
 
 ALONE = Site()
 
@@ -66,6 +67,7 @@ class Attention(nn.Module):
         self.dim, self.heads, self.site, self.dropout = dim, heads, site, dropout
         pieces: dict[str, list[Piece]] = {stage: [] for stage in self.spec.by_stage}
         self.few_rows, self.read_heads = FEW_ROWS, heads
+        self.taps: tuple[Tap, ...] = ()
         for part, before, after in self.spec.layouts(dim, heads, site):
             self.layout = after
             if part.stage == "project":
@@ -179,9 +181,18 @@ class Attention(nn.Module):
         asked, flow = flow.q, self._enter(flow)
         for piece in self.checking:
             piece.check(flow)
-        o = self._own(flow, mask, cache) if self.site.attn_source is None else self._taken(flow, cache)
+        solved: tuple[Call, Tensor] | None = None
+        if self.site.attn_source is None:
+            solved, o = self._own(flow, mask, cache)
+        else:
+            o = self._taken(flow, cache)
         for piece in cast(Sequence[Gate], self.gates):
             o = piece.gate(o, flow)
+        for tap in self.taps:
+            o = tap.out(o, flow)
+        if solved is not None:
+            for tap in self.taps:
+                tap.see(*solved, o, flow)
         y = self.project.output(o, flow)
         for piece in reversed(cast(Sequence[Tokens], self.tokens)):
             y = piece.leave(y, flow)
@@ -192,8 +203,10 @@ class Attention(nn.Module):
             store.asked = asked if store.asked is None else store.asked.cat(asked)
         return y
 
-    def _own(self, flow: Flow, mask: Tensor | Mask | None, cache: transformers.Cache | None) -> Tensor:
-        """Head outputs `[B, out, T, out_width]` by this layer's own attention."""
+    def _own(
+        self, flow: Flow, mask: Tensor | Mask | None, cache: transformers.Cache | None
+    ) -> tuple[tuple[Call, Tensor], Tensor]:
+        """This layer's own attention: the problem and what was read, and head outputs `[B, out, T, out_width]`."""
         q = self.project.queries(flow)
         flow.memo.setdefault("queries", q)
         for piece in self.early_transforms:
@@ -203,9 +216,11 @@ class Attention(nn.Module):
         flow.rows = self._rows(q, flow, cache)
         flow.view = self.view(flow.q.length)
         asked, call = q, self._biased(self._read(q, flow, mask), flow)
+        for tap in self.taps:
+            call = tap.ask(call, flow)
         if self.site.lends:
             flow.links.weigh[self.site.layer] = lambda v: self._heads(replace(call, v=v, beside=1), flow)
-        o = with_shared(self, asked, call, flow) if flow.rows.shared else self._heads(call, flow)
+        o = read = with_shared(self, asked, call, flow) if flow.rows.shared else self._heads(call, flow)
         if self.project.turns_values:
             o = self._turn(o, "v", flow.q, back=True)
         mapped: list[Callable[[Tensor, Flow], Tensor]] = [self.project.undo]
@@ -215,7 +230,7 @@ class Attention(nn.Module):
             mapped = [*mapped, *after] if made else [*after, *mapped]
         for change in mapped:
             o = change(o, flow)
-        return o
+        return (call, read), o
 
     def _taken(self, flow: Flow, cache: transformers.Cache | None) -> Tensor:
         """Head outputs by the attention weights of another layer, over values of this one."""

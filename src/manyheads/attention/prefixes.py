@@ -41,6 +41,8 @@ def why_whole(layer: Attention) -> str | None:
 def with_shared(layer: Attention, asked: Tensor, call: Call, flow: Flow) -> Tensor:
     """What heads read of their own sequence's rows and of those that it shares, merged."""
     assert flow.rows is not None
+    if layer.taps:
+        raise ValueError("heads that read rows shared by sequences are not shown; use manyheads.Cache")
     whole = layer._attend(call, layer.splitting, flow, need_lse=True)
     told = [] if flow.links.lse is None else flow.links.lse.setdefault(layer.site.layer, [])
     told.append(cast(Tensor, whole.lse))

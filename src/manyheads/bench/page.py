@@ -23,12 +23,13 @@ Row = Mapping[str, Any]
 
 
 def write_page(
-    path: Path, body: str, title: str, texts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Any]]
-) -> Path:
+    path: Path, body: str, title: str, texts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Any]],
+    *, room: str = "manyheads.bench",
+) -> Path:  # fmt: skip
     """Fill a body into the shell and write it; an older file is replaced, and only once the new one is complete.
 
     Args:
-        body: name of the template of what is inside `<body>`, next to this module.
+        body: name of the template of what is inside `<body>`, in the package `room`.
         texts: what the body's places are filled with. charts: figures, by the id of their place.
 
     Raises:
@@ -46,15 +47,15 @@ def write_page(
 
     page = _template("page.html").substitute(
         title=el("title", title),
-        body=_template(body).substitute(texts),
+        body=_template(body, room).substitute(texts),
         plotly=get_plotlyjs(),
         figures="\n".join(script(*chart) for chart in charts.items()),
     )
     return _write_whole(Path(path), page)
 
 
-def _template(name: str) -> Template:
-    return Template(resources.files("manyheads.bench").joinpath(name).read_text(encoding="utf-8"))
+def _template(name: str, room: str = "manyheads.bench") -> Template:
+    return Template(resources.files(room).joinpath(name).read_text(encoding="utf-8"))
 
 
 def _write_whole(path: Path, page: str) -> Path:

@@ -15,6 +15,7 @@ from manyheads.cli.eval import evaluate
 from manyheads.cli.explain import explain
 from manyheads.cli.export import export
 from manyheads.cli.generate import generate
+from manyheads.cli.inspect import inspect
 from manyheads.cli.list import list_parts
 from manyheads.cli.shrink import shrink
 
@@ -32,6 +33,7 @@ for name, function in (
     ("compare", compare),
     ("eval", evaluate),
     ("generate", generate),
+    ("inspect", inspect),
     ("explain", explain),
     ("export", export),
     ("list", list_parts),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,12 +51,33 @@ def tiled(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = 
 def _tile(
     call: Call, program: Sequence[ScoreProgram], cut: slice, halo: int, need_lse: bool, dropout: float
 ) -> tuple[Tensor, Tensor | None]:
+    maps = maps_of(call, program, cut, halo)
+    weights = F.dropout(maps.weights, dropout) if dropout else maps.weights
+    lse = masked_lse(maps.scores, maps.visible) if need_lse else None
+    near = replace(call, k=call.k[:, :, maps.keys], v=call.v[:, :, maps.keys])
+    near = replace(near, mask=replace(call.mask, k=call.mask.k[maps.keys]))
+    o = next((x for p in program if (x := p.read(weights, near, cut)) is not None), None)
+    return (_each(weights, near.v) if o is None else o), lse
+
+
+class Maps(NamedTuple):
+    """Of a tile of query rows, `[B, H, t, s]` each: scores as the softmax takes them, weights as values are read with,
+    and what is visible `[B or 1, H or 1, t, s]`; all of them over the keys of a slice, beyond which nothing is seen."""
+
+    scores: Tensor
+    weights: Tensor
+    visible: Tensor
+    keys: slice
+
+
+def maps_of(call: Call, program: Sequence[ScoreProgram], cut: slice, halo: int) -> Maps:
+    """The maps of query rows `cut`. halo: how many rows before them the program reads."""
     rows = slice(max(0, cut.start - halo), cut.stop)
     own = slice(cut.start - rows.start, None)
     reach = call.mask.reach(cut)
     keys = slice(0, reach.stop) if program else reach  # programs may keep maps from the first key on
-    near = replace(call, k=call.k[:, :, keys], v=call.v[:, :, keys], mask=replace(call.mask, k=call.mask.k[keys]))
-    q, k, v = call.q[:, :, rows], near.k, near.v
+    mask = replace(call.mask, k=call.mask.k[keys])
+    q, k = call.q[:, :, rows], call.k[:, :, keys]
     scores = next((x for p in program if (x := p.scores(q, k, call.scale)) is not None), None)
     if scores is None:
         scores = _each(q * call.scale, k.transpose(-1, -2))
@@ -63,7 +85,7 @@ def _tile(
         scores = scores + call.level(rows, keys)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    visible = near.mask.tile(rows)
+    visible = mask.tile(rows)
     for p in program:
         scores = p.before(scores, visible, rows)
     if call.bias is not None:
@@ -73,12 +95,7 @@ def _tile(
         weights = masked_softmax(scores, visible, sees_some=call.mask.sees_some)
     for p in program:
         weights = p.after(weights, visible, rows)
-    if dropout:
-        weights = F.dropout(weights, dropout)
-    lse = masked_lse(scores, visible)[:, :, own] if need_lse else None
-    weights = weights[:, :, own]
-    o = next((x for p in program if (x := p.read(weights, near, cut)) is not None), None)
-    return (_each(weights, v) if o is None else o), lse
+    return Maps(scores[:, :, own], weights[:, :, own], visible[:, :, own], keys)
 
 
 def _each(x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,195 @@
+"""The atlas of a model's heads: every measure as a grid of layers and heads, roles, and a page that shows them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyheads.bench.timing import machine
+from manyheads.inspect import measures
+from manyheads.inspect.capture import CaptureError, capture
+from manyheads.inspect.layers import layers_of
+from manyheads.inspect.measures.table import HeadTable, measure
+from manyheads.inspect.roles import ROLES, roles, vocabulary
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A measure of the atlas. ends: of its colours, None where the values decide. digits: in the table."""
+
+    name: str
+    title: str
+    unit: str
+    says: str
+    ends: tuple[float | None, float | None] = (0, 1)
+    digits: int = 2
+
+
+_LENGTH: tuple[float | None, float | None] = (0, None)
+SHOWN: tuple[Shown, ...] = (
+    Shown("entropy", "Entropy", "share of ln n", "How evenly it spreads its weights: 0 on one key, 1 on all alike."),
+    Shown("distance", "Distance", "tokens", "How far back it looks, in the mean.", _LENGTH, 1),
+    Shown("local", "Near", "weight", "Weight on the newest 32 tokens."),
+    Shown("sink", "First token", "weight", "Weight on the first token of the text, a resting place of many heads."),
+    Shown("self", "Own token", "weight", "Weight on the query's own token."),
+    Shown("previous", "Token before", "weight", "Weight on the token before."),
+    Shown("position", "Position alone", "R²", "How much of its map its mean at each distance explains."),
+    Shown("duplicate", "Duplicates", "weight", "Weight on earlier copies of a token; tokens drawn at random, twice."),
+    Shown("induction", "Induction", "weight", "Weight on what came after an earlier copy of a token; likewise."),
+    Shown("importance", "Importance", "nats", "⟨|∂loss/∂gate|⟩ over texts, about what taking it out does.", _LENGTH, 4),
+    Shown("output", "Output", "length", "How much it adds to the stream, in the mean.", _LENGTH, 2),
+    Shown(
+        "nearest", "Nearest map", "nats", "Divergence to the most similar map of its layer; at most 0.69.", _LENGTH, 3
+    ),
+    Shown("twin", "Nearest output", "CKA", "How alike another head of its layer adds: 1 for a copy, turned or scaled."),
+    Shown("rank", "Rank", "directions", "Effective rank of W_Q W_Kᵀ: along how many it compares tokens.", _LENGTH, 1),
+    Shown("outliers", "Out of noise", "directions", "Of W_Q and W_K, beyond the Marchenko-Pastur edge.", _LENGTH, 0),
+)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Atlas:
+    """What is known of a model's heads. tables: by the name of a `Shown`; labels: roles by (layer, head)."""
+
+    model: str
+    text: str
+    tokens: str
+    tables: dict[str, HeadTable]
+    labels: dict[tuple[int, int], tuple[str, ...]]
+    heads: dict[int, int]
+    names: dict[int, str]
+    bottlenecks: int | None
+    notes: tuple[str, ...]
+    seconds: float
+    date: str
+    machine: str
+    report: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Of plain values, undefined ones null."""
+        shown = {each.name: each for each in SHOWN}
+        return {
+            "model": self.model, "date": self.date, "machine": self.machine, "seconds": self.seconds,
+            "text": self.text, "tokens": self.tokens,
+            "layers": [{"layer": n, "name": self.names[n], "heads": count} for n, count in self.heads.items()],
+            "measures": {
+                name: {"title": shown[name].title, "unit": shown[name].unit, "says": shown[name].says,
+                       "values": {str(n): [x if x == x else None for x in row.tolist()] for n, row in table.items()}}
+                for name, table in self.tables.items()
+            },
+            "roles": [{"layer": n, "head": head, "roles": list(of)} for (n, head), of in sorted(self.labels.items())],
+            "bottlenecks": self.bottlenecks, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def atlas(
+    model: nn.Module, ids: Tensor, *, name: str = "model", text: str = "text", progress: Progress | None = None
+) -> Atlas:
+    """Measure every head of a model on token ids `[windows, tokens]`, and on tokens drawn at random, twice in a row.
+
+    What a model does not have (logits to be right about, weights) is left out, with a note.
+    """
+    tell = progress or (lambda stage, done, total: None)
+    began, layers = time.perf_counter(), layers_of(model)
+    ids = ids.to(next(model.parameters()).device)
+    batches = list(ids.split(max(1, 2048 // ids.shape[1])))
+    readable, notes = _readable(model, ids[:1, :16])
+    tell("measure", 0, 1)
+    tables = measure(model, batches, {"output": measures.output_size})
+    tables["twin"] = _of_others(measures.cka(model, batches), torch.max)
+    labels: dict[tuple[int, int], tuple[str, ...]] = {}
+    if readable:
+        tables |= measure(model, batches, OF_TEXT, readable)
+        tables["nearest"] = _of_others(tables["nearest"], torch.min)
+    tell("measure", 1, 1)
+    if readable:
+        tell("roles", 0, 1)
+        vocab = vocabulary(model)
+        found = roles(model, batches[0], measures.repeated(vocab, max(1, min(64, vocab))), layers=readable)
+        tables |= {key: found.scores[key] for key in ("duplicate", "induction")}
+        labels = found.labels
+        tell("roles", 1, 1)
+    tell("importance", 0, 1)
+    try:
+        tables["importance"] = measures.importance(model, list(ids.split(1)))
+    except (ValueError, AttributeError) as error:
+        notes.append(f"importance is left out: {error}")
+    tell("importance", 1, 1)
+    ranks, bottlenecks = measures.qk_rank(model), None
+    if ranks:
+        tables |= {"rank": ranks["effective_rank"], "outliers": ranks["outliers"]}
+        bottlenecks = int(ranks["bottleneck"].grid.nansum())
+    left = len(layers) - (len(ranks["outliers"]) if ranks else 0)
+    if left:
+        notes.append(f"ranks are left out in {left} layers, whose queries and keys are no linear functions of x")
+    shown = {each.name: tables[each.name] for each in SHOWN if each.name in tables}
+    return Atlas(
+        name, text, f"{len(ids)} × {ids.shape[1]}", shown, labels,
+        {x.number: x.heads for x in layers}, {x.number: x.name for x in layers}, bottlenecks, tuple(notes),
+        time.perf_counter() - began, datetime.date.today().isoformat(), machine(),
+    )  # fmt: skip
+
+
+OF_TEXT = {
+    "entropy": partial(measures.entropy, normalised=True), "distance": measures.distance,
+    "local": measures.local_mass, "sink": measures.sink_mass, "self": measures.self_mass,
+    "previous": measures.previous_token, "position": measures.position_bias, "nearest": measures.js_divergence,
+}  # fmt: skip
+
+
+def _readable(model: nn.Module, ids: Tensor) -> tuple[list[int], list[str]]:
+    """Layers whose weights can be told, and why those of others cannot."""
+    found, notes = [], []
+    for layer in layers_of(model):
+        try:
+            with torch.no_grad(), capture(model, layers=layer.number):
+                model(ids)
+        except CaptureError as error:
+            notes.append(str(error))
+        except ValueError:
+            notes.append(f"{layer.name} has no weights: {layer.none}")
+        else:
+            found.append(layer.number)
+    return found, notes
+
+
+def _of_others(table: HeadTable, best: Callable[..., Any]) -> HeadTable:
+    """Of each head's values for the heads of its layer, the lowest or highest of another head."""
+    rows = {}
+    for layer, values in table.items():
+        if len(values) < 2:
+            rows[layer] = torch.full((len(values),), torch.nan, dtype=torch.float64)
+            continue
+        none = torch.inf if best is torch.min else -torch.inf
+        others = values.clone().nan_to_num(none)
+        others.fill_diagonal_(none)
+        found = best(others, -1).values
+        rows[layer] = found.masked_fill(found.isinf(), torch.nan)
+    return HeadTable(table.name, rows)
+
+
+def write_atlas(found: Atlas, folder: Path) -> Atlas:
+    """Write `result.json` and `report.html`; what is returned says so, or that plotly is not installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        from manyheads.inspect.atlas_page import write_report
+
+        found = replace(found, report=write_report(found, folder / "report.html"))
+    except ImportError as error:
+        found = replace(found, notes=(*found.notes, f"no report.html: {error}"))
+    text = json.dumps(found.to_json(), ensure_ascii=False, indent=1, allow_nan=False)
+    (folder / "result.json").write_text(text + "\n", encoding="utf-8")
+    return found
+
+
+__all__ = ["ROLES", "SHOWN", "Atlas", "Shown", "atlas", "write_atlas"]
