@@ -61,5 +61,5 @@ def test_the_model_is_left_alone_and_the_survey_kept(tmp_path):
 
 def test_mixed_plans_have_no_common_stages(tmp_path):
     layers = InMemory(model(num_key_value_heads=4))
-    with pytest.raises(OptionError, match="auto-50 chooses its moves by layer"):
+    with pytest.raises(OptionError, match="auto-50 chooses by layer"):
         account(layers, tokens(), make_goal("50%", "auto", shape_of(layers)), tmp_path)

@@ -20,7 +20,7 @@ SPECS = [
     "gqa + window(5)",
     "gqa + softmax(cap=3.0) + moh(top=2)",
 ]
-HOW = ("mean", "first", "fitted")
+HOW = ("mean", "first", "fitted", "lowrank")
 
 
 def equal_in_groups(source, groups):
@@ -33,7 +33,7 @@ def equal_in_groups(source, groups):
     return source
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [*HOW, "random"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_as_many_heads_is_the_identity_bit_for_bit(how, dtype):
     source, x = layer("gqa(kv_heads=2, bias=qkvo) + moh(top=2)").to(dtype), inputs().to(dtype)
@@ -60,7 +60,7 @@ def test_equal_heads_merge_exactly(spec, how, groups):
     ]
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [*HOW, "random"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_decoding_is_the_full_pass(spec, how):
     source, x = layer(spec), inputs()
@@ -113,7 +113,7 @@ def permuted(source, order):
     return other
 
 
-@pytest.mark.parametrize("how", ["mean", "fitted"])
+@pytest.mark.parametrize("how", ["mean", "fitted", "lowrank"])
 def test_order_inside_a_group_does_not_matter_and_the_groups_do(how):
     source, x = layer(MHA), inputs()
     inside, across = permuted(source, [1, 0, 3, 2]), permuted(source, [0, 2, 1, 3])
@@ -133,6 +133,7 @@ def test_error_of_each_start(spec, groups, seed):
     stats = measured(source, x)
     table = {how: error(ToGQA(groups, how)(source, stats), source, x) for how in HOW}
     assert table["fitted"] < min(table["mean"], table["first"]), table
+    assert table["lowrank"] < table["first"], table
 
 
 def test_fewer_heads_lose_more():
@@ -171,8 +172,12 @@ def test_head_counts_that_do_not_divide_are_refused_with_those_that_do():
 
 
 def test_what_cannot_be_merged_is_refused_by_name():
-    assert "qk-norm" in ToGQA(1).refusal(Spec.parse("gqa + qk-norm"))
+    for how in ("fitted", "lowrank"):
+        assert "qk-norm" in ToGQA(1, how).refusal(Spec.parse("gqa + qk-norm"))
+        assert "kha" in ToGQA(1, how).refusal(Spec.parse("gqa + kha"))
     assert "RoPE" in ToGQA(1).refusal(Spec.parse("gqa + alibi"))
+    assert ToGQA(1, "lowrank").refusal(Spec.parse("gqa + alibi")) is None
+    assert "or alibi" in ToGQA(1, "lowrank").refusal(Spec.parse("gqa + window_bias"))
     assert "merged in gqa" in ToGQA(1, "mean").refusal(Spec.parse("mla(rank=9, rope_dim=4)"))
     with pytest.raises(OptionError, match="qk-norm"):
         ToGQA(1)(layer("gqa + qk-norm"), None)
@@ -196,3 +201,47 @@ def test_gradients_of_a_merged_head_are_sums_over_its_group():
     for name in ("k_proj", "v_proj"):
         many, few = (getattr(each.project, name).weight.grad for each in (source, made))
         close(few, many.view(2, 2, WIDTH, DIM).sum(1).flatten(0, 1), 1e-6)
+
+
+def test_random_heads_are_new_as_large_and_always_the_same():
+    source, x = layer(MHA, dim=96), inputs(dim=96)
+    stats = measured(source, x)
+    made, again = (ToGQA(2, "random")(source, stats) for _ in range(2))
+    for name in ("k_proj", "v_proj"):
+        weight, old = getattr(made.project, name).weight, getattr(source.project, name).weight
+        assert torch.equal(weight, getattr(again.project, name).weight)
+        assert weight.std().item() == pytest.approx(old.std().item(), rel=0.1)
+        rows = torch.cat([weight, old]).T  # neither is made of the other
+        assert torch.corrcoef(rows.T)[: len(weight), len(weight) :].abs().max() < 0.5
+        assert getattr(made.project, name).bias.abs().max() == 0
+    for name in ("q_proj", "o_proj"):
+        assert torch.equal(getattr(made.project, name).weight, getattr(source.project, name).weight)
+
+
+def test_pooled_heads_are_the_source_with_tied_heads():
+    """Each head given the mean of its group, and the many-headed code run: the same."""
+    source, x = layer(MHA), inputs()
+    made, tied = ToGQA(2, "mean")(source, measured(source, x)), copy.deepcopy(source)
+    for name in ("k_proj", "v_proj"):
+        for few, many in zip(
+            getattr(made.project, name).parameters(), getattr(tied.project, name).parameters(), strict=True
+        ):
+            many.copy_(few.view(2, 1, WIDTH, -1).expand(-1, 2, -1, -1).reshape_as(many))
+    close(out(made, x), out(tied, x), 1e-9)
+
+
+def test_pooled_values_are_exact_where_outputs_do_not_feel_what_they_lose():
+    """With equal maps in a group, only Σ W_O (W_V - mean) counts."""
+    source, x = equal_in_groups(layer(MHA), 2), inputs()
+    for linear in (source.project.q_proj,):
+        for tensor in linear.parameters():
+            rows = tensor.view(2, 2, WIDTH, -1)
+            tensor.copy_(rows[:, :1].expand_as(rows).reshape_as(tensor))
+    shift = torch.randn(2, 1, WIDTH, DIM, dtype=torch.float64)
+    v = source.project.v_proj.weight
+    v.add_(torch.cat([shift, -shift], 1).view_as(v))
+    lost = error(ToGQA(2, "mean")(source, measured(source, x)), source, x)
+    assert lost > 1e-2
+    o = source.project.o_proj.weight.view(DIM, 2, 2, WIDTH)
+    o.copy_(o[:, :, :1].expand_as(o))  # both heads of a group read alike: what one gains the other loses
+    close(out(ToGQA(2, "mean")(source, measured(source, x)), x), out(source, x), 1e-9)

@@ -32,7 +32,8 @@ from manyheads.convert.account import account
 from manyheads.convert.adopt import FAMILIES, adopted_config, family_of
 from manyheads.convert.export.atomic import disk_full
 from manyheads.convert.heal import LayerwiseHeal
-from manyheads.convert.plan import BudgetError, Goal, Target, make_goal
+from manyheads.convert.methods import Method, read_method
+from manyheads.convert.plan import BudgetError, Goal, make_goal
 from manyheads.convert.shrink import Damage, refuse, shape_of, shrink
 from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, read_config, weight_files
 from manyheads.convert.stream import InMemory
@@ -66,7 +67,7 @@ def shrink_model(
     model: str | Path,
     budgets: str | Sequence[str] = "50%",
     *,
-    to: Target = "mla",
+    to: str | Method = "mla",
     texts: Sequence[str | Path] = (),
     heal: str | int | LayerwiseHeal | None = "layerwise",
     out: str | Path | None = None,
@@ -84,8 +85,9 @@ def shrink_model(
     Args:
         model: a hub name, a folder, a GGUF file, or `smollm2`.
         budgets: `50%` of the source's cache, or a number of floats a token and layer; one candidate each.
-        to: `mla`, `gqa`, or `auto`: the one that does less damage, layer by layer; or `share`: layers that read the
-            rows of others, which nothing heals.
+        to: `mla`, `gqa`, `auto` (the one that does less damage, layer by layer), `share` (layers that read the rows of
+            others, which nothing heals), or a published method, with options such as `gqa(mean)` or
+            `mha2mla(keep=uniform)`; see `manyheads list --methods`.
         texts: files to calibrate on (first 80 %) and to evaluate on (the rest), instead of Python's help texts.
         heal: `layerwise`, a number of steps a layer, `none`, or the options themselves.
         out: must not exist; default `<name>-shrunk`.
@@ -110,6 +112,7 @@ def shrink_model(
         OSError: the disk is full; what is finished stays for `resume`.
     """
     budgets = [budgets] if isinstance(budgets, str) else list(budgets)
+    to = read_method(to)
     healing = read_heal(heal, seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty")
@@ -130,7 +133,7 @@ def shrink_model(
     tried = _Tried.cut(source, own, [Path(file).name for file in texts], calibration, evaluation)
     contexts = _within(contexts, layers.config, tried.notes)
     notes = [*tried.notes, *(goal.note for goal in goals if goal.note is not None)]
-    options = {"model": source.name, "kv": budgets, "to": to, "text": tried.text["calibration"], "seed": seed}
+    options = {"model": source.name, "kv": budgets, "to": str(to), "text": tried.text["calibration"], "seed": seed}
     progress("calibrate", 0, len(layers.config.specs))
     with _kept(work):
         damages = shrink(layers, tried.calibration, goals, work, heal=healing, options=options, progress=clock)
@@ -243,7 +246,7 @@ def _specs_of(config: PreTrainedConfig) -> ManyheadsConfig:
     return config if isinstance(config, ManyheadsConfig) else adopted_config(config)
 
 
-def _goals(config: ManyheadsConfig, budgets: Sequence[str], to: Target) -> list[Goal]:
+def _goals(config: ManyheadsConfig, budgets: Sequence[str], to: str | Method) -> list[Goal]:
     """What each budget asks for; refused here if no method reaches it."""
     shape = shape_of(config)
     goals = [make_goal(text, to, shape) for text in budgets]
@@ -469,7 +472,7 @@ def peak_mb(model: PreTrainedModel, context: int) -> float:
 
 def _stages(layers: InMemory, tokens: Tensor, goal: Goal, work: Path, clock: _Clock) -> dict[str, float] | None:
     """The calibration loss after each stage; a plan that mixes moves has none in common."""
-    if goal.to in ("auto", "share"):
+    if goal.by_layer:
         return None
     losses = account(layers, tokens, goal, work, load_source(work / goal.name).model, clock)
     return {{"healed": "heal"}.get(name, name): loss for name, loss in losses.items() if name != "source"}

@@ -17,6 +17,9 @@ from manyheads.cli.export import export
 from manyheads.cli.generate import generate
 from manyheads.cli.inspect import inspect
 from manyheads.cli.list import list_parts
+from manyheads.cli.lock import lock
+from manyheads.cli.merge import merge
+from manyheads.cli.share import share
 from manyheads.cli.shrink import shrink
 
 app = typer.Typer(
@@ -36,6 +39,9 @@ for name, function in (
     ("inspect", inspect),
     ("explain", explain),
     ("export", export),
+    ("share", share),
+    ("merge", merge),
+    ("lock", lock),
     ("list", list_parts),
 ):
     app.command(name)(function)

@@ -17,6 +17,7 @@ class Format(Enum):
     """What can be written."""
 
     deepseek = "deepseek"
+    family = "family"
     manyheads = "manyheads"
 
 
@@ -34,7 +35,11 @@ def export(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR2", help="A new folder.")],
     format: Annotated[
-        Format, typer.Option(help="deepseek: a stock DeepSeek-V3 model, needs no manyheads to run. manyheads: our own.")
+        Format,
+        typer.Option(
+            help="deepseek: a stock DeepSeek-V3 model, needs no manyheads to run. family: the stock class that the "
+            "model came from (Llama), for layers with fewer key heads. manyheads: our own."
+        ),
     ] = Format.deepseek,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights in the file.")] = Dtype.float32,
     as_json: Json = False,

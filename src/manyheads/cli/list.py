@@ -1,4 +1,4 @@
-"""`manyheads list`: the parts that a spec may name, and the feed-forwards of a stack."""
+"""`manyheads list`: the parts that a spec may name, the feed-forwards of a stack, the methods of `shrink`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ def list_parts(
     pairs: Annotated[
         bool, typer.Option("--pairs", help="Show which parts go together (with PART: and why not).")
     ] = False,
+    methods: Annotated[
+        bool, typer.Option("--methods", help="Show what `shrink --to` takes (with a name: its options).")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """List the parts of attention by stage and the feed-forwards, with papers and options, or explain one."""
     from manyheads.core.registry import all_feeds, all_parts, all_presets, find
 
+    if methods:
+        _methods(part, as_json)
+        return
     presets, feeds = all_presets(), all_feeds()
     if pairs:
         _pairs(None if part is None else find(part).name, as_json)
@@ -46,6 +52,28 @@ def list_parts(
     repeats = [index and row[0] == rows[index - 1][0] for index, row in enumerate(rows)]
     rows = [["", *row[1:]] if repeated else row for row, repeated in zip(rows, repeats, strict=True)]
     table(["stage", "part", "paper", "options"], rows, left=4)
+    finish(entries, as_json)
+
+
+def _methods(name: str | None, as_json: bool) -> None:
+    """The methods with a line each, or one with its options."""
+    from manyheads.convert.methods import METHODS, find_method
+    from manyheads.core.registry import options
+
+    def entry(kind: Any) -> dict[str, Any]:
+        what = (inspect.getdoc(kind) or "").splitlines()[0]
+        return {"name": kind.name, "stage": "method", "paper": kind.paper, "options": options(kind), "what": what}
+
+    if name is not None:
+        kind = find_method(name)
+        found = entry(kind) | {"doc": inspect.getdoc(kind) or ""}
+        _explain(found)
+        finish(found, as_json)
+        return
+    entries = [entry(kind) for kind in METHODS.values()]
+    table(
+        ["method", "paper", "what it does"], [[each["name"], each["paper"], each["what"]] for each in entries], left=3
+    )
     finish(entries, as_json)
 
 

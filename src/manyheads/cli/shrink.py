@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from manyheads.cli.output import Bars, Debug, Json, command, finish, note, number, numbers, sizes, table, wrapped
-
-
-class To(Enum):
-    """Where conversions may go."""
-
-    mla = "mla"
-    gqa = "gqa"
-    auto = "auto"
-    share = "share"
 
 
 @command
@@ -34,11 +24,14 @@ def shrink(
         ),
     ] = None,
     to: Annotated[
-        To,
+        str,
         typer.Option(
-            help="Latent attention, fewer key heads, or whichever harms a layer less; or layers that share their cache."
+            metavar="METHOD",
+            help="mla: latent attention. gqa: fewer key heads. auto: whichever harms a layer less. share: layers read "
+            "the cache of others. Published methods: see 'manyheads list --methods'. Options as in 'gqa(mean)' or "
+            "'mha2mla(keep=uniform, rotary=16)'; a wrong one is answered with those that there are.",
         ),
-    ] = To.mla,
+    ] = "mla",
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -71,11 +64,16 @@ def shrink(
     options: dict[str, Any] = {"contexts": numbers(contexts), "calibration": sizes(calibrate)}
     options |= {"evaluation": sizes(evaluate)} | ({} if prompt is None else {"prompt": prompt})
     from manyheads.bench import job
+    from manyheads.convert.methods import read_method
 
+    try:
+        read_method(to)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--to") from None
     try:
         with Bars() as bars:
             result = job.shrink_model(
-                model, kv or ["50%"], to=to.value, texts=text or (), heal=heal, out=out, resume=resume, stages=stages,
+                model, kv or ["50%"], to=to, texts=text or (), heal=heal, out=out, resume=resume, stages=stages,
                 seed=seed, progress=bars, **options,
             )  # fmt: skip
     except KeyboardInterrupt:

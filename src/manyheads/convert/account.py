@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from manyheads.convert.moves.gqa import ToGQA
-from manyheads.convert.moves.mla import ToMLA, choose
+from manyheads.convert.moves.common import Move
+from manyheads.convert.moves.mla import ToMLA
 from manyheads.convert.plan import Goal
-from manyheads.convert.shrink import Calibration, Progress, survey, surveyed, turning_damage
+from manyheads.convert.shrink import Calibration, Progress, moves_of, survey, surveyed, turning_damage
 from manyheads.convert.stats import AttentionStats
 from manyheads.convert.stream import BATCH, Layers, attention_of, put_attention, run
 from manyheads.core.part import OptionError
 from manyheads.stack.seam import SeamAttention
 
 
-class Move(Protocol):
-    def __call__(self, attention: SeamAttention, stats: AttentionStats) -> SeamAttention: ...
-
-
-def stages(goal: Goal, damage: Tensor) -> dict[str, Move]:
+def stages(goal: Goal, attention: SeamAttention, stats: AttentionStats, damage: Tensor) -> dict[str, Move]:
     """The moves of a goal, each with one more loss than the one before; of a latent, rotation goes first."""
-    if goal.to == "gqa":
-        return {"merge": ToGQA(goal.kv_heads)}
-    if goal.to != "mla":
-        raise OptionError(f"{goal.name} chooses its moves by layer; account for mla or gqa")
-    kept = choose(damage, goal.turning)
+    move = moves_of(goal, attention, stats, damage)[0]
+    if not isinstance(move, ToMLA):
+        return {_single(goal): move}
     whole = 10**9  # clipped to the rank at which nothing is lost
-    return {"rope": ToMLA(whole, kept), "rank": ToMLA(goal.floats - 2 * len(kept), kept)}
+    return {"rope": dataclasses.replace(move, rank=whole), "rank": move}
+
+
+def _single(goal: Goal) -> str:
+    return "merge" if goal.to == "gqa" else "fit"
 
 
 def account(
@@ -53,17 +52,21 @@ def account(
 
     Returns:
         `source`, then `rope` (rotation left only where the goal keeps it, at full rank) and `rank` for `mla`, or
-        `merge` for `gqa`, then `healed`.
+        `merge` for `gqa`, `fit` for other moves, then `healed`.
     """
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     survey(layers, Calibration(tokens, positions), work / "survey", progress)
     count = len(layers.config.specs)
-    moves = stages(goal, turning_damage(work / "survey", count))
-    hidden = {name: layers.embed(tokens) for name in ("source", *moves)}
+    if goal.by_layer:
+        raise OptionError(f"{goal.name} chooses by layer; account for a method that does the same in each")
+    damage = turning_damage(work / "survey", count)
+    names = ["rope", "rank"] if goal.to == "mla" else [_single(goal)]
+    hidden = {name: layers.embed(tokens) for name in ("source", *names)}
     for index in range(count):
         stats, _ = surveyed(work / "survey", index)
         with layers.open(index) as layer:
             own = attention_of(layer, layers.config)
+            moves = stages(goal, own, stats, damage)
             for name, before in hidden.items():
                 put_attention(layer, layers.config, moves[name](own, stats) if name in moves else own)
                 hidden[name] = run(layer, layers.config, before, record=False).after

@@ -6,12 +6,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from manyheads.convert.methods import Latent, Method, Move, Wide, read_method
 from manyheads.core.part import OptionError
 from manyheads.core.spec import Spec
 
-Target = Literal["mla", "gqa", "auto", "share"]
 SMALLEST_LATENT = 8
 """The smallest cache, in numbers a token and layer, that a latent is made for: one rotary pair and six channels."""
 
@@ -47,18 +46,31 @@ class Shape:
 class Goal:
     """A cache budget, in numbers a token and layer, and the way there.
 
-    name: of the candidate, such as `mla-50` (per cent of the source's cache) or `mla-192f`. kv_heads: for `gqa`, 0
-    where not one head fits. turning: rotary pairs of a latent's shared key. exact: the latent's rank at which nothing
-    more can be kept. owners: for `share`, how many layers keep rows of their own.
+    name: of the candidate, such as `mla-50` (per cent of the source's cache) or `mla-192f`. kv_heads: for `gqa` and
+    `qkv-sharing`, 0 where not one head fits. turning: rotary pairs of a latent's shared key. exact: the latent's rank
+    (of others: the numbers) at which nothing more can be kept. how: the line of the method with its options, where it
+    is not just `to`. owners: for `share`, how many layers keep rows of their own.
     """
 
     name: str
-    to: Target
+    to: Move
     floats: int
     kv_heads: int
     turning: int
     exact: int | None = None
+    how: str = ""
     owners: int = 0
+
+    @property
+    def method(self) -> Method:
+        return read_method(self.how or self.to)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether each layer takes one of several moves, or a share of its own."""
+        method = self.method
+        own = "adjusted" in (getattr(method, "ranks", ""), getattr(method, "heads", ""))
+        return self.to in ("auto", "share") or getattr(method, "fold", 1) == 0 or own
 
     @property
     def rank(self) -> int:
@@ -73,6 +85,9 @@ class Goal:
         """What of the budget is left unused, and why."""
         if self.exact is None or self._asked < self.exact:
             return None
+        if self.to in ("qkv-sharing", "mfa"):
+            over = f"{self._asked} numbers a token and layer are more than it can use"
+            return None if self._asked == self.exact else f"{self.name}: {over}; it takes {self.exact}"
         if self._asked == self.exact:
             return f"{self.name}: as large as the source's cache, so that nothing is saved"
         return (
@@ -96,47 +111,105 @@ def _read(text: str, shape: Shape) -> float:
     return shape.floats * number / 100 if match[2] else int(number)
 
 
-def make_goal(text: str, to: Target, shape: Shape) -> Goal:
-    """The goal of a budget; raises `BudgetError` with the smallest that can be reached.
+def make_goal(text: str, to: str | Method, shape: Shape) -> Goal:
+    """The goal of a budget and a method; raises `BudgetError` with the smallest that can be reached.
 
     At the source's own size and above, a latent holds everything: the goal is exact, and its rank clipped.
+
+    Raises:
+        BudgetError: the budget does not fit. OptionError: there is no such method, or its options do not fit.
     """
-    floats = read_budget(text, shape)
-    owners = int(shape.layers * _read(text, shape) / shape.floats + 1e-9) if to == "share" else 0
-    one = -(-shape.floats // shape.layers)
-    smallest = {"mla": SMALLEST_LATENT, "gqa": shape.head, "auto": SMALLEST_LATENT, "share": one}[to]
-    if (owners < 1) if to == "share" else floats < smallest:
+    method, floats = read_method(to), read_budget(text, shape)
+    kind = method.move
+    latent = method if isinstance(method, Latent) else Latent()
+    width = shape.qk_width // 2
+    if latent.fold and width % latent.fold:
+        fits = [f for f in range(1, width + 1) if width % f == 0]
+        raise OptionError(f"{width} frequencies do not fold by {latent.fold}; fold may be {fits}")
+    if kind == "tensorllm" and floats != shape.floats:
+        raise BudgetError(
+            f"{method.name} leaves the cache as it is; the one budget that it reaches is 100%, not {text}"
+        )
+    owners = int(shape.layers * _read(text, shape) / shape.floats + 1e-9) if kind == "share" else 0
+    smallest = _smallest(method, shape)
+    if owners < 1 if kind == "share" else floats < smallest:
         share = math.ceil(1e4 * smallest / shape.floats) / 100
         raise BudgetError(
-            f"no {'method' if to == 'auto' else to} fits {text} ({floats} numbers a token and layer); the smallest is "
-            f"{smallest} ({share:g}%)"
+            f"no {'method' if kind == 'auto' else method.name} fits {text} ({floats} numbers a token and layer); the "
+            f"smallest is {smallest} ({share:g}%)"
         )
-    if to in ("gqa", "share") and floats >= shape.floats:
+    if kind not in ("mla", "auto", "tensorllm") and floats >= shape.floats:
         raise BudgetError(f"a budget of {text} leaves nothing to shrink: the source caches {shape.floats} numbers")
     share = text.replace("%", "").strip() if "%" in text else f"{floats}f"
-    name = f"{to}-{share}"
-    if to == "share":
-        return Goal(name, to, floats, 0, 0, owners=owners)
-    fits = [g for g in range(1, shape.kv_heads) if shape.kv_heads % g == 0 and g * shape.head <= floats]
+    name, how = f"{method.name}-{share}", "" if str(method) == kind else str(method)
+    if kind in ("dha", "tensorllm", "share"):
+        return Goal(name, kind, floats, 0, 0, how=how, owners=owners)
+    if kind == "mfa":
+        return Goal(name, kind, floats, 0, 0, shape.kv_heads * shape.qk_width * _stored(method), how)
+    head, most = (shape.qk_width, shape.kv_heads) if kind == "qkv-sharing" else (shape.head, shape.kv_heads - 1)
+    fits = [g for g in range(1, most + 1) if shape.kv_heads % g == 0 and g * head <= floats]
     kv_heads = max(fits, default=0)
-    if to == "gqa":
-        return Goal(name, to, floats, kv_heads, 0)
-    turning = _turning(floats, shape)
+    if kind == "qkv-sharing":
+        return Goal(name, kind, floats, kv_heads, 0, kv_heads * head, how)
+    if kind == "gqa":
+        return Goal(name, kind, floats, kv_heads, 0, how=how)
+    turning = _turning(floats, shape, latent)
     exact = shape.floats - 2 * turning
-    return Goal(name, to, floats, kv_heads, turning, exact if shape.dim is None else min(exact, shape.dim))
+    return Goal(name, kind, floats, kv_heads, turning, exact if shape.dim is None else min(exact, shape.dim), how)
 
 
-def _turning(floats: int, shape: Shape) -> int:
-    """Rotary pairs of the shared key: five eighths of a head's frequencies, and at most 5/12 of the cache.
+def _smallest(method: Method, shape: Shape) -> int:
+    """The smallest cache that a method can make."""
+    if method.move == "share":
+        return -(-shape.floats // shape.layers)
+    if method.move in ("gqa", "dha"):
+        return shape.head
+    if method.move == "qkv-sharing":
+        return shape.qk_width
+    if method.move == "mfa":
+        return 2 * _stored(method)
+    return _least(method if isinstance(method, Latent) else Latent(), shape)
+
+
+def _stored(method: Method) -> int:
+    """Rows of one width that a wide head caches for each token."""
+    return 1 if isinstance(method, Wide) and method.key_reuse else 2
+
+
+def _least(how: Latent, shape: Shape) -> int:
+    """The smallest cache of a latent: the rotary channels that it must have, and six more."""
+    heads = shape.kv_heads if how.slots == "heads" else 1
+    return SMALLEST_LATENT + heads * (how.rotary or 2) - 2
+
+
+def _turning(floats: int, shape: Shape, how: Latent) -> int:
+    """Rotary pairs in all. Of the shared key: five eighths of a head's frequencies, and at most 5/12 of the cache.
 
     Fewer lose the slow pairs, by which far keys are told apart: a converted model then fails beyond its calibration's
-    windows. A latent as wide as the input leaves more.
+    windows. A latent as wide as the input leaves more. Of each head's own: a quarter of its channels, and at most half
+    of the cache.
     """
-    every = shape.qk_width * shape.kv_heads // 2
-    if floats >= shape.floats:
-        return every
+    width = shape.qk_width // 2
+    heads = shape.kv_heads if how.slots == "heads" else 1
+    every = width * (shape.kv_heads if how.keep == "damage" else heads)
+    if how.rotary is not None:
+        turning = heads * how.rotary // 2
+        if turning > every:
+            raise OptionError(f"rotary={how.rotary} is more than turns; at most {2 * every // heads}")
+        if how.keep == "uniform" and width % (how.rotary // 2):
+            fits = [2 * n for n in range(1, width + 1) if width % n == 0]
+            raise OptionError(f"keep=uniform takes every n-th of {width} pairs; rotary may be {fits}")
+        return turning
     spare = 0 if shape.dim is None else (floats - shape.dim) // 2
-    return min(max(1, min(shape.qk_width * 5 // 16, floats * 5 // 24), spare), every)
+    if floats >= shape.floats:
+        pairs = every
+    elif how.slots == "heads":
+        pairs = heads * max(1, min(width // 4, floats // (4 * heads)))
+    else:
+        pairs = min(max(1, min(shape.qk_width * 5 // 16, floats * 5 // 24), spare), every)
+    if how.keep == "uniform":
+        pairs = heads * max(n for n in range(1, pairs // heads + 1) if width % n == 0)
+    return pairs
 
 
 def check_uniform(specs: Sequence[Spec], shapes: Sequence[Shape]) -> Shape:

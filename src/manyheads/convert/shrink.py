@@ -21,13 +21,20 @@ from torch import Tensor, nn
 
 from manyheads.convert.adopt import family_of
 from manyheads.convert.heal import LayerwiseHeal
+from manyheads.convert.methods import Decoupled, Latent, Merge, Shared, Tensorised, Tied, Wide
+from manyheads.convert.moves.common import Move
+from manyheads.convert.moves.dha import ToDHA, allot, trees_of
 from manyheads.convert.moves.gauge import gauge
 from manyheads.convert.moves.gqa import ToGQA
-from manyheads.convert.moves.mla import ToMLA, choose
+from manyheads.convert.moves.low_rank import allocate
+from manyheads.convert.moves.mfa import ToMFA
+from manyheads.convert.moves.mla import ToMLA, choose, chosen
+from manyheads.convert.moves.qkv_sharing import ToTied
+from manyheads.convert.moves.tensorllm import ToTensor
 from manyheads.convert.plan import Goal, Shape, check_uniform
 from manyheads.convert.resume import check_resume, write_text
 from manyheads.convert.share import check_shared, shrink_shared
-from manyheads.convert.stats import AttentionStats, measure, power, sensitivity
+from manyheads.convert.stats import AttentionStats, Pairs, measure, power, sensitivity
 from manyheads.convert.stream import InMemory, Layers, attention_of, layer_name, put_attention, run
 from manyheads.core.part import OptionError, Site
 from manyheads.core.spec import Spec
@@ -69,8 +76,8 @@ def stretched(count: int, length: int, limit: int, seed: int = 0) -> Tensor:
     positions = torch.arange(length).repeat(count, 1)
     if limit <= length + 2:
         return positions
-    for row, chosen in zip(positions, torch.rand(count, generator=generator) < 0.5, strict=True):
-        if not chosen:
+    for row, jumps in zip(positions, torch.rand(count, generator=generator) < 0.5, strict=True):
+        if not jumps:
             continue
         for cut in torch.randint(length // 16, length, (2,), generator=generator).tolist():
             row[cut:] += int(torch.randint((limit - length) // 2, (), generator=generator))
@@ -147,8 +154,9 @@ def shrink(
 
 def share(layers: Layers, tokens: Tensor, goal: Goal, work: Path, progress: Progress) -> list[Damage]:
     """One goal by layers that read the rows of others."""
+    assert isinstance(goal.method, Shared)
     found = shrink_shared(
-        layers, tokens, goal.owners, work / goal.name, notes={"goal": asdict(goal)},
+        layers, tokens, goal.owners, work / goal.name, threshold=goal.method.threshold, notes={"goal": asdict(goal)},
         progress=lambda done, total: progress(goal.name, done, total),
     )  # fmt: skip
     return [Damage(**each) for each in found]
@@ -160,20 +168,125 @@ def refuse(config: ManyheadsConfig, goals: Sequence[Goal]) -> None:
         if goal.to == "share":
             check_shared(config, goal.owners)
             continue
-        moves = _moves(goal, ())
+        method, count = goal.method, len(config.specs)
+        if isinstance(method, Tensorised) and method.layers and max(method.layers) >= count:
+            raise OptionError(f"{method}: the model has {count} layers, 0 to {count - 1}")
+        moves = [*_latents(goal, ()), *_merges(goal), *_others(goal)]
         for index, line in enumerate(config.specs):
             reasons = [why for move in moves if (why := move.refusal(Spec.parse(line))) is not None]
             if len(reasons) == len(moves):
                 raise OptionError(f"layer {index} cannot become {goal.name}: {reasons[0]}")
 
 
-def _moves(goal: Goal, turning: tuple[tuple[int, int], ...]) -> list[ToMLA | ToGQA]:
-    moves: list[ToMLA | ToGQA] = []
-    if goal.to in ("mla", "auto"):
-        moves.append(ToMLA(goal.floats - 2 * len(turning), turning))
-    if goal.to in ("gqa", "auto") and goal.kv_heads:
-        moves += [ToGQA(goal.kv_heads), ToGQA(goal.kv_heads, "mean")]
-    return moves
+def moves_of(
+    goal: Goal, attention: SeamAttention, stats: AttentionStats, damage: Tensor, share: tuple[int, ...] = ()
+) -> Sequence[Move]:
+    """What a layer may become. damage: of stopping each component, over all layers. share: see `shares`."""
+    if goal.to == "gqa":
+        return _merges(goal)
+    if others := _others(goal, attention, share):
+        return others
+    how = _latent(goal)
+    if how.keep == "damage":
+        latents = _latents(goal, choose(damage, goal.turning))
+    else:
+        folds = [how.fold]
+        if how.fold == 0:  # from the stride on, twice as many each time
+            pairs = Pairs.of(attention)
+            frequencies = int((pairs.index >= 0).sum())
+            stride = frequencies // len(chosen(attention, stats, how.keep, how.slots, goal.turning))
+            folds = [f for n in range(12) if frequencies % (f := stride * 2**n) == 0 == len(pairs.re) % f]
+        components = {f: chosen(attention, stats, how.keep, how.slots, goal.turning, f) for f in folds}
+        latents = [move for f, kept in components.items() for move in _latents(goal, kept, f)]
+    if share:
+        keys = share[0] if how.latents == "split" else None
+        latents = [replace(move, rank=sum(share), keys=keys) for move in latents]
+    return [*latents, *_merges(goal)]
+
+
+def _latent(goal: Goal) -> Latent:
+    method = goal.method
+    return method if isinstance(method, Latent) else Latent()
+
+
+def _latents(goal: Goal, turning: tuple[tuple[int, int], ...], fold: int = 1) -> list[ToMLA]:
+    how = _latent(goal)
+    return [ToMLA(goal.floats - 2 * len(turning), turning, how, fold)] if goal.to in ("mla", "auto") else []
+
+
+def _merges(goal: Goal) -> list[ToGQA]:
+    if goal.to not in ("gqa", "auto") or not goal.kv_heads:
+        return []
+    method = goal.method
+    if not isinstance(method, Merge) or method.how == "best":
+        return [ToGQA(goal.kv_heads), ToGQA(goal.kv_heads, "mean")]
+    return [ToGQA(goal.kv_heads, method.how, method.basis)]
+
+
+def _others(goal: Goal, attention: SeamAttention | None = None, share: tuple[int, ...] = ()) -> list[Move]:
+    """Moves that are neither latents nor merges; before there is a layer, to ask what they refuse."""
+    method = goal.method
+    if isinstance(method, Decoupled):
+        heads = 2 if attention is None else goal.floats // attention.layout.qk_width
+        keys, values = share or (heads // 2, heads - heads // 2)
+        return [ToDHA(keys, values, method.fusion)]
+    if isinstance(method, Tied):
+        return [ToTied(goal.kv_heads, method.how)]
+    if isinstance(method, Wide):
+        return [ToMFA(goal.floats if method.key_reuse else goal.floats // 2, method.key_reuse, method.q_rank)]
+    if isinstance(method, Tensorised):
+        ranks = None if method.ranks is None else (method.ranks[0], method.ranks[1], method.ranks[2])
+        return [ToTensor(ranks, method.layers, method.sweeps)]
+    return []
+
+
+def shares(layers: Layers, goal: Goal, survey: Path, damage: Tensor) -> list[tuple[int, ...]]:
+    """Each layer's share of a budget that a method spends by layer (ranks, heads of either kind); else none."""
+    method = goal.method
+    if isinstance(method, Decoupled) and method.heads == "adjusted":
+        return adjusted_heads(layers, goal, survey)
+    return adjusted_ranks(layers, goal, survey, damage)
+
+
+def adjusted_heads(layers: Layers, goal: Goal, survey: Path) -> list[tuple[int, ...]]:
+    """How many key heads and value heads each layer gets, where a head more leaves the least of them apart."""
+    scatters: list[list[float]] = []
+    width = 1
+    for index in range(len(layers.config.specs)):
+        with layers.open(index) as layer:
+            attention = attention_of(layer, layers.config)
+            scatters += [tree.scatter for tree in trees_of(attention, surveyed(survey, index)[0])]
+            width = attention.layout.qk_width
+    counts = allot(scatters, goal.floats // width * len(layers.config.specs))
+    return list(zip(counts[::2], counts[1::2], strict=True))
+
+
+def adjusted_ranks(layers: Layers, goal: Goal, survey: Path, damage: Tensor) -> list[tuple[int, ...]]:
+    """Each layer's ranks where the method adjusts them, of keys and values apart if their latents are; else none.
+
+    Between half of the uniform rank and twice as much, and uniform in their sum.
+    """
+    count, how = len(layers.config.specs), _latent(goal)
+    if how.ranks == "uniform":
+        return [()] * count
+    found: list[list[Tensor]] = []
+    limits: list[tuple[int, ...]] = []
+    for index in range(count):
+        with layers.open(index) as layer:
+            attention, (stats, _) = attention_of(layer, layers.config), surveyed(survey, index)
+            move = next(m for m in moves_of(goal, attention, stats, damage) if isinstance(m, ToMLA))
+            found.append(move.spectra(attention, stats))
+            limits.append(move.ranks(attention))
+            exact = replace(move, rank=10**9, keys=10**9 if how.latents == "split" else None)
+            limits[-1] = (*limits[-1], *exact.ranks(attention))
+    parts = len(found[0])
+    ranks = []
+    for part in range(parts):
+        uniform, exact_ranks = [limit[part] for limit in limits], [limit[parts + part] for limit in limits]
+        most = [min(2 * rank, exact) for rank, exact in zip(uniform, exact_ranks, strict=True)]
+        least = [max(1, rank // 2) for rank in uniform]
+        ranks.append(allocate([spectrum[part] for spectrum in found], sum(uniform), least, most))
+    return list(zip(*ranks, strict=True))
 
 
 def survey(layers: Layers, text: Calibration, folder: Path, progress: Progress) -> None:
@@ -241,10 +354,10 @@ def convert(
     config, count = layers.config, len(layers.config.specs)
     folder = work / goal.name
     folder.mkdir(parents=True, exist_ok=True)
-    moves = _moves(goal, choose(damage, goal.turning) if goal.to != "gqa" else ())
     done = _Done.read(folder)
     if done.finished:
         return done.damage
+    given_shares = shares(layers, goal, work / "survey", damage)
     source, ours = done.streams or ((hidden := layers.embed(text.tokens)), hidden.clone())
     for index in range(done.layers, count):
         with layers.open(index) as layer:
@@ -254,7 +367,8 @@ def convert(
             stats, felt = surveyed(work / "survey", index)
             problem = (given.x, stream - ours, stream, felt, text.positions)
             own = (given.x, given.y, stream, felt, text.positions)
-            fitted = _best(moves, attention_of(layer, config), stats, heal, own)
+            attention = attention_of(layer, config)
+            fitted = _best(moves_of(goal, attention, stats, damage, given_shares[index]), attention, stats, heal, own)
             before = heal.error(fitted, *problem)
             after = heal(fitted, *problem)
             put_attention(layer, config, fitted)
@@ -268,7 +382,7 @@ def convert(
 
 
 def _best(
-    moves: Sequence[ToMLA | ToGQA], attention: SeamAttention, stats: AttentionStats, heal: LayerwiseHeal, own: Any
+    moves: Sequence[Move], attention: SeamAttention, stats: AttentionStats, heal: LayerwiseHeal, own: Any
 ) -> SeamAttention:
     """The move that does the least damage to this layer; `own` is the problem of doing what the layer itself does."""
     fits = [move(attention, stats) for move in moves if move.refusal(attention.spec) is None]

@@ -56,6 +56,10 @@ class Pairs:
         """Real rows `[..., width, D]` to complex rows `[..., pairs, D]`."""
         return torch.complex(rows[..., self.re, :], rows[..., self.im, :])
 
+    def norms(self, x: Tensor) -> Tensor:
+        """Size of each pair: `[..., width]` to `[..., pairs]`."""
+        return torch.hypot(x[..., self.re], x[..., self.im])
+
     def split(self, rows: Tensor) -> Tensor:
         """Complex rows back to real ones in the channels' order."""
         real = rows.real.new_empty(*rows.shape[:-2], 2 * rows.shape[-2], rows.shape[-1])
@@ -69,7 +73,9 @@ class AttentionStats(NamedTuple):
     keys: `[D + 1, D + 1]` float64, second moment of the inputs, each token weighted by how much its key matters.
     rows: the same with the mean of its key's and its value's weight. distance: `[H, L]`, how the weight of score errors
     spreads over distances 0 … L - 1; each row sums to one. query: `[H, d, d]`, second moment of queries, weighted by
-    what a score error at them costs. value: `[H]`, mean squared attention weight. metric: R, `[D, D]`.
+    what a score error at them costs. value: `[H]`, mean squared attention weight. metric: R, `[D, D]`. plain:
+    `[D + 1, D + 1]`, the second moment in which all tokens weigh alike. sizes: `[H, P]`, mean norm of a query's pair
+    times the mean norm of its key's (no columns without RoPE).
     """
 
     keys: Tensor
@@ -78,6 +84,8 @@ class AttentionStats(NamedTuple):
     query: Tensor
     value: Tensor
     metric: Tensor
+    plain: Tensor
+    sizes: Tensor
 
 
 @torch.no_grad()
@@ -99,6 +107,8 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
     distance, value = x.new_zeros(layout.q, int(positions.max()) + 1), x.new_zeros(layout.q)
     query = x.new_zeros(layout.q, layout.qk_width, layout.qk_width)
     key_tokens, value_tokens = x.new_zeros(n, t), x.new_zeros(n, t)
+    pairs = Pairs.of(attention) if any(isinstance(part, Rope) for part in attention.spec.parts) else None
+    q_size, k_size = (x.new_zeros(heads, 0 if pairs is None else len(pairs.re)) for heads in (layout.q, layout.kv))
     for row, window in enumerate(x):
         axis = Axis(t, 0, positions[row : row + 1], device=x.device)
         lag = (positions[row][:, None] - positions[row]).clamp_min(0).flatten()
@@ -110,6 +120,9 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
                 (project.v_proj(window), layout.kv),
             )
         )
+        if pairs is not None:
+            q_size += pairs.norms(q).mean(1) / n
+            k_size += pairs.norms(k).mean(1) / n
         turned_q, turned_k = attention._turn(q[None], "q", axis)[0], attention._turn(k[None], "k", axis)[0]
         for head in range(layout.q):  # one map at a time is in memory
             group = head // each
@@ -136,6 +149,8 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
         query,
         value,
         metric,
+        inputs.T @ inputs / len(inputs),
+        q_size * k_size.repeat_interleave(each, 0),
     )
 
 

@@ -37,17 +37,26 @@ def compare_reloaded(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -
     reloaded, info = loaded
     if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ExportError(f"{type(reloaded).__name__} and the file disagree about the tensors {', '.join(wrong[:4])}")
+    return compare_models(model, reloaded.to(model.device), "the file reads back as another model")
+
+
+@torch.no_grad()
+def compare_models(model: PreTrainedModel, other: PreTrainedModel, failed: str) -> Agreement:
+    """Compare two models on random tokens.
+
+    Raises:
+        ExportError: `failed` and the figures, where the logits differ by more than rounding.
+    """
     tokens = _tokens(model)
-    ours, theirs = _logits(model, tokens), _logits(reloaded.to(model.device), tokens)
+    ours, theirs = _logits(model, tokens), _logits(other, tokens)
     p, q = ours.log_softmax(-1), theirs.log_softmax(-1)
     found = Agreement((ours - theirs).abs().max().item(), (p.exp() * (p - q)).sum(-1).mean().item())
-    exact = model.dtype == dtype == torch.float32
+    exact = model.dtype == other.dtype == torch.float32
     # The comparison is written so that NaN fails it.
     if not (found.difference <= LARGEST_DIFFERENCE if exact else found.kl <= LARGEST_KL):
         limit = f"|Δ logit| ≤ {LARGEST_DIFFERENCE}" if exact else f"KL ≤ {LARGEST_KL}"
         raise ExportError(
-            f"the file reads back as another model: |Δ logit| {found.difference:.2g}, KL {found.kl:.2g} nats, where "
-            f"{limit} was asked for"
+            f"{failed}: |Δ logit| {found.difference:.2g}, KL {found.kl:.2g} nats, where {limit} was asked for"
         )
     return found
 

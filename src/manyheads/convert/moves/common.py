@@ -1,16 +1,34 @@
 """What moves share: linear layers as matrices of rows, the bias as one more input channel; a layer to fill."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
+from manyheads.convert.stats import AttentionStats
 from manyheads.core.spec import Spec
 from manyheads.stack.seam import SeamAttention
+
+
+class Move(Protocol):
+    """From a layer and what calibration text says of it, a layer of another spec."""
+
+    def refusal(self, spec: Spec) -> str | None:
+        """Why a layer with this spec cannot be converted, or None."""
+        ...
+
+    def __call__(self, attention: SeamAttention, stats: AttentionStats) -> SeamAttention: ...
 
 
 def like(attention: SeamAttention, spec: Spec) -> SeamAttention:
     """A layer of another spec at the place of this one, in its dtype; weights are new."""
     new = SeamAttention(spec, attention.dim, attention.heads, site=attention.site, dropout=attention.dropout)
     return new.to(next(attention.parameters()).dtype).eval()
+
+
+def between(spec: Spec) -> str | None:
+    """A part between the projections and the scores (qk-norm), which keys and queries do not pass linearly."""
+    return next((part.name for part in spec.parts if part.stage == "transform"), None)
 
 
 def linear_rows(linear: nn.Linear) -> Tensor:
@@ -25,3 +43,11 @@ def set_rows(linear: nn.Linear, rows: Tensor) -> None:
     linear.weight.copy_(rows[:, : linear.in_features])
     if linear.bias is not None:
         linear.bias.copy_(rows[:, -1])
+
+
+def regression(given: Tensor, wanted: Tensor, moment: Tensor) -> Tensor:
+    """B `[…, v, d]` with wanted x ≈ B given x, rows `[…, v, D]` and `[…, d, D]` on inputs with this second moment."""
+    values, vectors = torch.linalg.eigh(moment)
+    root = vectors * values.clamp_min(0).sqrt()
+    sides = ((rows @ root).transpose(-1, -2) for rows in (given, wanted))
+    return torch.linalg.lstsq(*sides, driver="gelsd").solution.transpose(-1, -2)
