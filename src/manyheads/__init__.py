@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from manyheads.attention import Attention
     from manyheads.attention.explain import explain
     from manyheads.bench.compare import compare
+    from manyheads.bench.heal import heal_model as heal
     from manyheads.bench.job import shrink_model as shrink
     from manyheads.convert.adopt import adopt
     from manyheads.core.cache import Cache
@@ -48,6 +49,7 @@ __all__ = [
     "capture",
     "compare",
     "explain",
+    "heal",
     "inspect",
     "load_adapters",
     "shrink",
@@ -59,9 +61,8 @@ _HOMES = {
     "Encoder": "stack", "Links": "core.flow", "Mask": "core.mask", "OptionError": "core.part",
     "PrefixCache": "core.prefix", "Site": "core.part", "Spec": "core.spec", "SpecError": "core.spec", "Stack": "stack",
     "ablate": "inspect", "adapt": "experts.adapters", "adapters": "experts.adapters", "adopt": "convert.adopt",
-    "capture": "inspect", "compare": "bench.compare",
-    "explain": "attention.explain", "load_adapters": "experts.adapters:load", "shrink": "bench.job:shrink_model",
-    "steer": "inspect",
+    "capture": "inspect", "compare": "bench.compare", "explain": "attention.explain", "heal": "bench.heal:heal_model",
+    "load_adapters": "experts.adapters:load", "shrink": "bench.job:shrink_model", "steer": "inspect",
 }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def test_help_needs_neither_torch_nor_transformers():
 
 
 def test_every_command_has_help_in_80_columns_and_options_that_are_explained():
-    for name in ("shrink", "eval", "generate", "explain", "export", "list"):
+    for name in ("shrink", "heal", "eval", "generate", "explain", "export", "list"):
         ran = run(name, "--help")
         assert ran.code == 0 and "--json" in ran.out and max(map(len, ran.out.splitlines())) <= 80
     assert run().out.count("\n") > 10 and run("--version").out == f"{__version__}\n"

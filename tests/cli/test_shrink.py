@@ -17,7 +17,7 @@ ROW = {
     "name", "spec", "specs", "kv_floats_per_token_layer", "kv_bytes_per_token", "perplexity", "perplexity_second", "kl",
     "top1", "decode_ms", "peak_mb", "sample",
 }  # fmt: skip
-CANDIDATE = ROW | {"plan", "damage", "damage_healed", "folder"}
+CANDIDATE = ROW | {"plan", "damage", "damage_healed", "distil", "folder"}
 
 
 def weights(folder: Path) -> dict[str, bytes]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import errno
 import gc
 import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,18 +25,22 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from manyheads.bench.folders import check_folders, finish, kept, partial_folder
+from manyheads.bench.healed import on_device, save_healed
 from manyheads.bench.report import write_report
 from manyheads.bench.timing import PeakMemory, Timing, decoder, interleaved, kv_bytes, machine
-from manyheads.convert.account import account
+from manyheads.convert.account import account, loss_of
 from manyheads.convert.adopt import FAMILIES, adopted_config, family_of
-from manyheads.convert.export.atomic import disk_full
+from manyheads.convert.corpus import FileWindows, Text
+from manyheads.convert.distil import Distil, check, distil
+from manyheads.convert.export.atomic import new_folder
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import Method, read_method
 from manyheads.convert.plan import BudgetError, Goal, make_goal
 from manyheads.convert.shrink import Damage, refuse, shape_of, shrink
 from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, read_config, weight_files
 from manyheads.convert.stream import InMemory
-from manyheads.convert.text import Texts, default_text, read_text, second_text, windows
+from manyheads.convert.text import Texts, default_text, fitting, read_text, second_text, split, windows
 from manyheads.convert.verify import Reference, cached, decode_equals_forward, greedy, quality
 from manyheads.stack.pretrained import ManyheadsConfig, ManyheadsForCausalLM
 
@@ -55,6 +58,8 @@ SAMPLE = 48
 """Tokens that each model writes after the prompt."""
 LARGEST_DIFFERENCE = 1e-3
 """Of logits, between a cached pass and a full one, float32."""
+HEALED, TRAINING = "healed", "training"
+"""Folders of a job that heals end to end, until it is finished."""
 _ROUNDS = 16
 _CACHED = 64  # tokens that the cache is measured with
 
@@ -70,6 +75,7 @@ def shrink_model(
     to: str | Method = "mla",
     texts: Sequence[str | Path] = (),
     heal: str | int | LayerwiseHeal | None = "layerwise",
+    end_to_end: int | Distil | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     prompt: str = PROMPT,
@@ -90,6 +96,8 @@ def shrink_model(
             `mha2mla(keep=uniform)`; see `manyheads list --methods`.
         texts: files to calibrate on (first 80 %) and to evaluate on (the rest), instead of Python's help texts.
         heal: `layerwise`, a number of steps a layer, `none`, or the options themselves.
+        end_to_end: steps of training that follow for each candidate, on the text that calibrates (see `distil`), or its
+            options.
         out: must not exist; default `<name>-shrunk`.
         resume: go on with what an interrupted job left in `<out>.partial`; without such a job, start one.
         prompt: what every model's text sample continues.
@@ -114,13 +122,14 @@ def shrink_model(
     budgets = [budgets] if isinstance(budgets, str) else list(budgets)
     to = read_method(to)
     healing = read_heal(heal, seed)
+    training = Distil(steps=end_to_end, seed=seed) if isinstance(end_to_end, int) else end_to_end
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     if wrong := [context for context in contexts if context < 1]:
         raise ValueError(f"a context is at least one token, not {wrong[0]}")
     out = out_folder(model, out)
     work = partial_folder(out)
-    _check_folders(out, work, resume)
+    check_folders(out, work, resume)
     own = read_text([Path(file) for file in texts]) if texts else None
     config = quick_config(model)
     goals = None if config is None else _goals(config, budgets, to)
@@ -132,13 +141,20 @@ def shrink_model(
     goals = goals or _goals(layers.config, budgets, to)
     tried = _Tried.cut(source, own, [Path(file).name for file in texts], calibration, evaluation)
     contexts = _within(contexts, layers.config, tried.notes)
-    notes = [*tried.notes, *(goal.note for goal in goals if goal.note is not None)]
     options = {"model": source.name, "kv": budgets, "to": str(to), "text": tried.text["calibration"], "seed": seed}
+    text = None
+    if training is not None:
+        training, text = _end_to_end(training, layers.model, own, tried)
+        options["distil"] = asdict(training)
+    notes = [*tried.notes, *(goal.note for goal in goals if goal.note is not None)]
     progress("calibrate", 0, len(layers.config.specs))
-    with _kept(work):
+    with kept(work):
+        _put_healed(work, [goal.name for goal in goals if not (work / goal.name).exists()])
         damages = shrink(layers, tried.calibration, goals, work, heal=healing, options=options, progress=clock)
         for goal in goals:
             tried.tokenizer.save_pretrained(work / goal.name)
+        if training is not None and text is not None:
+            _distil(layers.model, goals, work, tried.tokenizer, text, training, clock)
         rows = _measure(layers.model, goals, damages, work, tried, prompt, contexts, clock)
         for row, goal in zip(rows[1:], goals, strict=True):
             row |= {"folder": str(out / goal.name), "damage_healed": row["damage_healed"] if healing else None}
@@ -150,10 +166,11 @@ def shrink_model(
             "out": str(out), "report": str(out / "report.html"),
         }  # fmt: skip
         _write(result, work)
-        if out.exists():
-            raise FileExistsError(f"{out} has appeared meanwhile; what was made is complete in {work}")
-        work.rename(out)
+        _put_healed(work, [goal.name for goal in goals])
+        finish(work, out)
     shutil.rmtree(out / "survey", ignore_errors=True)
+    for folder in (TRAINING, HEALED):
+        shutil.rmtree(out / folder, ignore_errors=True)
     for scrap in (out / "job.json", *(out / goal.name / "damage.json" for goal in goals)):
         scrap.unlink(missing_ok=True)
     return result
@@ -169,20 +186,6 @@ def out_folder(model: str | Path, out: str | Path | None = None) -> Path:
     path = Path(model).expanduser()
     name = path.resolve().name if path.is_dir() else path.stem if path.suffix == ".gguf" else path.name
     return Path(f"{name}-shrunk")
-
-
-def partial_folder(out: Path) -> Path:
-    """Where a job works until it is finished."""
-    return out.parent / f"{out.name}.partial"
-
-
-def _check_folders(out: Path, work: Path, resume: bool) -> None:
-    if out.exists() or out.is_symlink():
-        raise FileExistsError(f"{out} exists already; remove it or choose another folder with --out")
-    if work.exists() and not resume:
-        raise FileExistsError(
-            f"{work} holds an unfinished job; go on with it (--resume), or remove it to start from the beginning"
-        )
 
 
 def read_heal(heal: str | int | LayerwiseHeal | None, seed: int = 0) -> LayerwiseHeal | None:
@@ -284,7 +287,7 @@ class _Tried:
             raise SourceError(f"{source.name} has no tokenizer, so no text can be read with it")
         notes: list[str] = []
         limit = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
-        (c, c_length), (e, e_length) = (_fitting(cut, limit, notes) for cut in (calibration, evaluation))
+        (c, c_length), (e, e_length) = (fitting(cut, limit, notes) for cut in (calibration, evaluation))
         cut = Texts.from_text(
             source.tokenizer, own or default_text(), calibration_windows=c, calibration_length=c_length,
             evaluation_windows=e, evaluation_length=e_length,
@@ -311,38 +314,7 @@ def _within(contexts: Sequence[int], config: ManyheadsConfig, notes: list[str]) 
     return tuple(dict.fromkeys(min(context, limit) for context in contexts))
 
 
-def _fitting(cut: tuple[int, int], limit: int | None, notes: list[str]) -> tuple[int, int]:
-    """Windows no longer than the model's positions."""
-    count, length = cut
-    if limit is None or length <= limit:
-        return cut
-    notes.append(f"windows of {length} tokens are longer than the model's {limit} positions; cut to {limit}")
-    return count, limit
-
-
 # --- the work
-
-
-@contextmanager
-def _kept(work: Path) -> Iterator[None]:
-    """Whatever goes wrong inside leaves `work` only where a resumed job finds something finished in it."""
-    made = [parent for parent in work.parents if not parent.exists()]
-    try:
-        yield
-    except BaseException as error:
-        kept = any(work.rglob("*.safetensors"))
-        if not kept:
-            shutil.rmtree(work, ignore_errors=True)
-            for parent in made:
-                with suppress(OSError):
-                    parent.rmdir()
-        if not disk_full(error):
-            raise
-        left = "what is finished stays there: make room and go on with --resume" if kept else "nothing of it is left"
-        near = next(parent for parent in (work, *work.absolute().parents) if parent.exists())
-        free = shutil.disk_usage(near).free
-        sentence = f"the disk is full: writing {work}, {free:,} bytes are free; {left}"
-        raise OSError(errno.ENOSPC, sentence) from error
 
 
 class _Clock:
@@ -353,7 +325,7 @@ class _Clock:
         self._progress, self._last = progress, time.perf_counter()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        known = {name: name for name in ("load", "calibrate", "measure", "account")} | {"time": "measure"}
+        known = {name: name for name in ("load", "calibrate", "distil", "measure", "account")} | {"time": "measure"}
         self.lap(known.get(stage.split()[0], "convert"))
         self._progress(stage, done, total)
 
@@ -390,7 +362,7 @@ def _measure(
     reference = Reference(source, tried.evaluation)
     beside: dict[int, list[float]] = {context: [] for context in contexts}
     for goal, damage in zip(goals, damages, strict=True):
-        candidate = load_source(work / goal.name).model
+        candidate = load_source(_candidate(work, goal)).model
         assert isinstance(candidate, ManyheadsForCausalLM)
         made = row(goal.name, candidate, reference)
         for done, context in enumerate(contexts, 1):
@@ -405,6 +377,7 @@ def _measure(
                 "damage": [entry.fitted for entry in damage],
                 "damage_healed": [entry.healed for entry in damage],
                 "plan": goal.to == "auto" and len(set(made["specs"])) > 1,
+                "distil": candidate.config.notes.get("healed"),
             }
         )
         del candidate
@@ -474,8 +447,60 @@ def _stages(layers: InMemory, tokens: Tensor, goal: Goal, work: Path, clock: _Cl
     """The calibration loss after each stage; a plan that mixes moves has none in common."""
     if goal.by_layer:
         return None
-    losses = account(layers, tokens, goal, work, load_source(work / goal.name).model, clock)
-    return {{"healed": "heal"}.get(name, name): loss for name, loss in losses.items() if name != "source"}
+    last = {"heal": work / goal.name, "distil": work / HEALED / goal.name}
+    losses = account(layers, tokens, goal, work, progress=clock)
+    losses |= {name: loss_of(load_source(folder).model, tokens) for name, folder in last.items() if folder.exists()}
+    return {name: loss for name, loss in losses.items() if name != "source"}
+
+
+# --- healing end to end
+
+
+def _end_to_end(
+    training: Distil, teacher: PreTrainedModel, own: str | None, tried: _Tried
+) -> tuple[Distil, FileWindows]:
+    """The options as the model allows them, and the text; refused here, where they do not fit."""
+    limit = getattr(teacher.config.get_text_config(), "max_position_embeddings", None)
+    training = replace(training, batch=fitting(training.batch, limit, tried.notes))
+    check(teacher, teacher, training)
+    text = FileWindows(tried.tokenizer, Text.of(split(own or default_text())[0]))
+    text.held(training.batch[1])
+    return training, text
+
+
+def _distil(
+    teacher: PreTrainedModel, goals: Sequence[Goal], work: Path, tokenizer: PreTrainedTokenizerBase, text: FileWindows,
+    training: Distil, clock: _Clock,
+) -> None:  # fmt: skip
+    """Train each candidate to predict what the source predicts; the result lies beside it until the job ends."""
+    for goal in goals:
+        folder, scrap = work / HEALED / goal.name, work / TRAINING / goal.name
+        student = None if folder.exists() else load_source(work / goal.name).model
+        if student is not None and "healed" not in student.config.notes:
+            with on_device(student, teacher):
+                found = distil(
+                    student, teacher, text, training, work=scrap,
+                    progress=lambda *step, goal=goal: clock(f"distil {goal.name}", *step),
+                )  # fmt: skip
+            with new_folder(folder) as made:
+                save_healed(student, tokenizer, made, found, training)
+                shutil.copy(work / goal.name / "damage.json", made)  # by which a resumed job knows it as finished
+        shutil.rmtree(scrap, ignore_errors=True)
+
+
+def _candidate(work: Path, goal: Goal) -> Path:
+    """What a job has made for a goal."""
+    healed = work / HEALED / goal.name
+    return healed if healed.exists() else work / goal.name
+
+
+def _put_healed(work: Path, names: Sequence[str]) -> None:
+    """What was healed end to end takes the place of what it was made from."""
+    for name in names:
+        healed = work / HEALED / name
+        if healed.exists():
+            shutil.rmtree(work / name, ignore_errors=True)
+            healed.rename(work / name)
 
 
 def _write(result: dict[str, Any], work: Path) -> None:

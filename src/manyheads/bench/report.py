@@ -45,7 +45,7 @@ _RESULT: dict[str, Any] = {
     "source": _ROW, "candidates": [_ROW],
 }  # fmt: skip
 _DAMAGE = (("damage", "before healing", "dot"), ("damage_healed", "healed", "solid"))
-_STAGES = {"rope": "positions split off", "rank": "rank cut", "heal": "healed"}
+_STAGES = {"rope": "positions split off", "rank": "rank cut", "heal": "healed", "distil": "trained end to end"}
 _SHARES = {1: "The whole", 0.75: "Three quarters of the", 0.5: "Half the", 0.25: "A quarter of the"}
 _TOLERATED = 1.25  # the headline is the smallest cache whose perplexity stays below this multiple of the source's
 

@@ -6,11 +6,8 @@ run that goes on after a checkpoint ends with the same bits as one that was neve
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-import pickle
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from manyheads.bench.design import VOCAB, Design
 from manyheads.convert.resume import write_text
+from manyheads.convert.training import load_state, rate, readable, save_state, step_seed
 from manyheads.core.flow import Links
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -71,10 +69,7 @@ class Training:
         return tuple(sorted({round(self.steps * point / POINTS) for point in range(POINTS + 1)}))
 
     def rate(self, step: int) -> float:
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        cosine = 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
-        return self.lr * (0.1 + 0.9 * cosine)
+        return rate(step, self.steps, self.lr, self.warmup)
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class Trainer:
 
     def batch(self, step: int) -> Tensor:
         """Windows `[batch, context + 1]` at random places."""
-        generator = torch.Generator().manual_seed(_seed(self.seed, step))
+        generator = torch.Generator().manual_seed(step_seed(self.seed, step))
         width = self.training.context + 1
         starts = torch.randint(len(self.text) - width + 1, (self.training.batch, 1), generator=generator)
         return self.text[starts + torch.arange(width)].long()
@@ -111,7 +106,7 @@ class Trainer:
     def step(self) -> bool:
         """One step; False if the loss is no number any more."""
         training, step = self.training, self.done
-        torch.manual_seed(_seed(self.seed, step) + 1)
+        torch.manual_seed(step_seed(self.seed, step) + 1)
         self.model.train()
         self.model.stack.on_step(min(1.0, step / max(1, training.steps - 1)))
         for group in self.optimiser.param_groups:
@@ -145,24 +140,15 @@ class Trainer:
     def save(self, file: Path) -> None:
         """Whole or not at all."""
         state = {"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(), "done": self.done}
-        partial = file.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            buffer = io.BytesIO()  # torch's own writer does not say that a disk is full
-            torch.save(state | {"curve": self.curve, "seconds": self.seconds}, buffer)
-            partial.write_bytes(buffer.getbuffer())
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
+        save_state(state | {"curve": self.curve, "seconds": self.seconds}, file)
 
     def load(self, file: Path) -> None:
         """Raises a ValueError for what is no checkpoint of this run."""
-        try:
-            state = torch.load(file, weights_only=True)
+        state = load_state(file)
+        with readable(file):
             self.model.load_state_dict(state["model"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.done, self.curve, self.seconds = state["done"], state["curve"], state["seconds"]
-        except (KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{file} cannot be read as a checkpoint; remove it, and its run starts anew") from error
 
 
 def train(
@@ -202,7 +188,3 @@ def train(
 def read_run(file: Path) -> Run:
     found = json.loads(file.read_text(encoding="utf-8"))
     return Run(tuple(math.nan if loss is None else loss for loss in found["curve"]), found["seconds"])
-
-
-def _seed(seed: int, step: int) -> int:
-    return 2 * (1_000_003 * (seed + 1) + step)

@@ -1,9 +1,8 @@
-"""Runs of `compare` side by side: in this process, in several of its own, and over the processes of a launcher."""
+"""Runs of `compare` side by side: in this process, or in several of its own."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import queue
 import signal
 import threading
@@ -35,27 +34,6 @@ class Task:
     design: Design
     seed: int
     file: Path
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The place of this process among those of a launcher (`accelerate launch`, `torchrun`), from its environment."""
-
-    rank: int = 0
-    world: int = 1
-    near: int = 1
-    """Processes on this machine."""
-
-    @classmethod
-    def here(cls) -> Ranks:
-        rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-        if not 0 <= rank < world:
-            raise ValueError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not go together")
-        return cls(rank, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-
-    def share(self, tasks: Sequence[Task]) -> list[Task]:
-        """Every n-th task."""
-        return list(tasks[self.rank :: self.world])
 
 
 def run_all(

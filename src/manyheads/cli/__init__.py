@@ -15,6 +15,7 @@ from manyheads.cli.eval import evaluate
 from manyheads.cli.explain import explain
 from manyheads.cli.export import export
 from manyheads.cli.generate import generate
+from manyheads.cli.heal import heal
 from manyheads.cli.inspect import inspect
 from manyheads.cli.list import list_parts
 from manyheads.cli.lock import lock
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 for name, function in (
     ("shrink", shrink),
+    ("heal", heal),
     ("compare", compare),
     ("eval", evaluate),
     ("generate", generate),

@@ -41,6 +41,10 @@ def shrink(
     heal: Annotated[
         str, typer.Option(help="Fit each converted layer to its source: layerwise, none, or a number of steps.")
     ] = "layerwise",
+    distil: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Afterwards train each candidate N steps towards the source's predictions."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A new folder for everything. Default NAME-shrunk.")
     ] = None,
@@ -73,8 +77,8 @@ def shrink(
     try:
         with Bars() as bars:
             result = job.shrink_model(
-                model, kv or ["50%"], to=to, texts=text or (), heal=heal, out=out, resume=resume, stages=stages,
-                seed=seed, progress=bars, **options,
+                model, kv or ["50%"], to=to, texts=text or (), heal=heal, end_to_end=distil, out=out, resume=resume,
+                stages=stages, seed=seed, progress=bars, **options,
             )  # fmt: skip
     except KeyboardInterrupt:
         unfinished = job.partial_folder(job.out_folder(model, out))

@@ -72,9 +72,9 @@ def account(
                 hidden[name] = run(layer, layers.config, before, record=False).after
         progress("account", index + 1, count)
     shell = _shell(layers)
-    losses = {name: _loss(shell, tokens, last) for name, last in hidden.items()}
+    losses = {name: loss_of(shell, tokens, last) for name, last in hidden.items()}
     if healed is not None:
-        losses["healed"] = _loss(healed, tokens)
+        losses["healed"] = loss_of(healed, tokens)
     return losses
 
 
@@ -91,7 +91,8 @@ def _shell(layers: Layers) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _loss(model: nn.Module, tokens: Tensor, hidden: Tensor | None = None) -> float:
+def loss_of(model: nn.Module, tokens: Tensor, hidden: Tensor | None = None) -> float:
+    """Nats a token on windows `[N, T]`; with their last hidden states, of what turns these into logits."""
     inputs: Sequence[tuple[str, Tensor]] = [("input_ids", t) for t in tokens.split(8)]
     if hidden is not None:
         inputs = [("inputs_embeds", h) for h in hidden.split(BATCH)]

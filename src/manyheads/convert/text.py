@@ -4,6 +4,7 @@ The protocol: the first 80 % of the characters calibrate, the last 20 % evaluate
 """
 
 import ast
+import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,7 +23,8 @@ _SECOND = """
     http.client http.cookiejar http.server urllib.request urllib.parse socketserver ssl ipaddress configparser
     optparse shutil tarfile zipfile tempfile difflib textwrap statistics fractions random xml.sax.handler threading
 """
-_PLENTY = 16  # characters a token; text has about four, so this many always hold enough tokens
+PLENTY = 16
+"""Characters a token; text has about four, so this many always hold enough tokens."""
 
 
 def default_text() -> str:
@@ -69,16 +71,34 @@ def read_text(files: Sequence[Path]) -> str:
 
 
 def _read(file: Path) -> str:
-    data = Path(file).read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start}") from error
-    if (zero := data.find(0)) >= 0:
-        raise ValueError(f"{file} is not text: a zero byte at offset {zero}")
-    if not text.strip():
+    return "".join(checked_blocks(file))
+
+
+def checked_blocks(file: Path, size: int = 1 << 20) -> Iterator[str]:
+    """A file's text, UTF-8 without a byte-order mark, block by block.
+
+    Raises:
+        ValueError: where it is no text, naming the file and the byte, or is empty. OSError: it cannot be opened.
+    """
+    decoder, at, blank = codecs.getincrementaldecoder("utf-8-sig")(), 0, True
+    with Path(file).open("rb") as stream:
+        data = b" "
+        while data:
+            data = stream.read(size)
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                offset = at + len(data) - len(error.object) + error.start
+                raise ValueError(
+                    f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}"
+                ) from error
+            if (zero := data.find(0)) >= 0:
+                raise ValueError(f"{file} is not text: a zero byte at offset {at + zero}")
+            at += len(data)
+            blank = blank and not text.strip()
+            yield text
+    if blank:
         raise ValueError(f"{file} holds no text")
-    return text
 
 
 def split(text: str, share: float = 0.8) -> tuple[str, str]:
@@ -103,10 +123,8 @@ def windows(
         raise ValueError(f"windows need count >= 1 and length >= 2, not {count} and {length}")
     needed = count * length
     options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}  # longer than the model's context is fine
-    tokens = tokenizer(text if spread else text[: _PLENTY * needed], **options).input_ids
-    if (
-        not spread and len(tokens) < 2 * needed and len(text) > _PLENTY * needed
-    ):  # the cut might show in the last tokens
+    tokens = tokenizer(text if spread else text[: PLENTY * needed], **options).input_ids
+    if not spread and len(tokens) < 2 * needed and len(text) > PLENTY * needed:  # the cut might show in the last tokens
         tokens = tokenizer(text, **options).input_ids
     if len(tokens) < needed:
         fits = [f"{len(tokens) // length} windows of {length}"] if len(tokens) >= length else []
@@ -117,6 +135,15 @@ def windows(
         )
     cut = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
     return cut[torch.linspace(0, len(cut) - 1, count).round().long()] if spread else cut[:count]
+
+
+def fitting(cut: tuple[int, int], limit: int | None, notes: list[str]) -> tuple[int, int]:
+    """(Windows, tokens in each) no longer than the model's positions; a note says so where they are cut."""
+    count, length = cut
+    if limit is None or length <= limit:
+        return cut
+    notes.append(f"windows of {length} tokens are longer than the model's {limit} positions; cut to {limit}")
+    return count, limit
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,16 @@ class Quality:
     tokens: int
 
 
-class _Pass:
-    """One pass of a model over `tokens` [B, T], giving the logits of any block of positions."""
+class Predictions:
+    """One pass of a model over `tokens` [B, T], giving the logits of any block of positions.
 
-    def __init__(self, model: PreTrainedModel, tokens: Int64[Tensor, "B T"]) -> None:
+    Attributes:
+        head: what turns hidden states into logits; None where the model has none of its own.
+        hidden: its inputs `[B, T, D]`; None where the model changes logits after the head in a way of its own.
+        full: all logits, in that case.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: Int64[Tensor, "B T"], **options: Any) -> None:
         self.head: torch.nn.Module | None = model.get_output_embeddings()
         self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         self.hidden: Tensor | None = None
@@ -56,22 +62,28 @@ class _Pass:
 
         handle = self.head.register_forward_pre_hook(keep) if self.head is not None else None
         try:
-            last = model(tokens, use_cache=False).logits[:, -1:]
+            last = model(tokens, use_cache=False, **options).logits[:, -1:]
         finally:
             if handle is not None:
                 handle.remove()
         if self.hidden is not None and self.hidden.shape[:2] == tokens.shape:
-            ours, theirs = self.logits(tokens.shape[1] - 1, tokens.shape[1]), last.float()
-            if torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3, equal_nan=True):
+            ours, theirs = self.logits(tokens.shape[1] - 1, tokens.shape[1]), last
+            if torch.allclose(ours, theirs.to(ours.dtype), rtol=1e-3, atol=1e-3, equal_nan=True):
                 return
         # The model changes its logits after the head in a way of its own: take them whole.
-        self.hidden, self.full = None, model(tokens, use_cache=False).logits
+        self.hidden, self.full = None, model(tokens, use_cache=False, **options).logits
 
     def logits(self, start: int, stop: int) -> Float[Tensor, "B block V"]:
         if self.full is not None:
-            return self.full[:, start:stop].float()
-        assert self.head is not None and self.hidden is not None
-        logits = self.head(self.hidden[:, start:stop]).float()
+            return self.full[:, start:stop].to(torch.promote_types(self.full.dtype, torch.float32))
+        assert self.hidden is not None
+        return self.apply(self.hidden[:, start:stop])
+
+    def apply(self, hidden: Float[Tensor, "B block D"]) -> Float[Tensor, "B block V"]:
+        """The head, and what is known of what comes after it."""
+        assert self.head is not None
+        logits = self.head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
@@ -88,17 +100,17 @@ class Reference:
     ) -> None:
         _check(model, windows)
         self.model, self.windows = model, windows
-        self._passes: list[_Pass] = []
+        self._passes: list[Predictions] = []
         for done, window in enumerate(windows, 1):
-            made = _Pass(model, window[None])
+            made = Predictions(model, window[None])
             if made.full is not None:
                 break  # where only whole logits are right, they are too large to hold: run again when asked
             self._passes.append(made)
             if progress is not None:
                 progress(done, len(windows))
 
-    def __call__(self, window: int) -> _Pass:
-        return self._passes[window] if self._passes else _Pass(self.model, self.windows[window][None])
+    def __call__(self, window: int) -> Predictions:
+        return self._passes[window] if self._passes else Predictions(self.model, self.windows[window][None])
 
 
 @torch.no_grad()
@@ -131,7 +143,7 @@ def quality(
     nll = kl = top1 = 0.0
     for first in range(0, count, batch):
         tokens = windows[first : first + batch]
-        ours = _Pass(model, tokens)
+        ours = Predictions(model, tokens)
         theirs = [reference(first + row) for row in range(len(tokens))] if reference else []
         for start in range(0, length - 1, rows):
             stop = min(start + rows, length - 1)

@@ -1,0 +1,96 @@
+"""What trainings have in common: steps that follow from a seed, rates, whole files, launchers, interrupts."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def step_seed(seed: int, step: int) -> int:
+    """An even number for each step of a training with this seed: what the step draws follows from it alone."""
+    return 2 * (1_000_003 * (seed + 1) + step)
+
+
+def rate(step: int, steps: int, lr: float, warmup: int) -> float:
+    """The learning rate: rising over `warmup` steps, then a cosine to a tenth of `lr`."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+    return lr * (0.1 + 0.9 * cosine)
+
+
+def save_state(state: dict[str, Any], file: Path) -> None:
+    """Whole or not at all."""
+    partial = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        buffer = io.BytesIO()  # torch's own writer does not say that a disk is full
+        torch.save(state, buffer)
+        partial.write_bytes(buffer.getbuffer())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_state(file: Path) -> dict[str, Any]:
+    """Raises a ValueError for what `save_state` did not write."""
+    with readable(file):
+        return torch.load(file, weights_only=True, map_location="cpu")
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Whatever is wrong with a checkpoint that is read inside is a ValueError that names it."""
+    try:
+        yield
+    except (KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{file} cannot be read as a checkpoint; remove it, and its run starts anew") from error
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process among those of a launcher (`accelerate launch`, `torchrun`), from its environment."""
+
+    rank: int = 0
+    world: int = 1
+    near: int = 1
+    """Processes on this machine."""
+
+    @classmethod
+    def here(cls) -> Ranks:
+        rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        if not 0 <= rank < world:
+            raise ValueError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not go together")
+        return cls(rank, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+    def share(self, tasks: Sequence[T]) -> list[T]:
+        """Every n-th task."""
+        return list(tasks[self.rank :: self.world])
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Ctrl-C waits until what is inside is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[tuple[Any, ...]] = []
+    before = signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed and callable(before):
+        before(*pressed[0])
