@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,9 @@ from manyheads.bench import compare as module
 from manyheads.bench import plan as plan_module
 from manyheads.bench import train as train_module
 from manyheads.bench.compare import compare
+from manyheads.bench.compare_report import _against, _finding
 from manyheads.bench.comparison import Comparison, Entry
+from manyheads.bench.page import named
 from manyheads.bench.train import Trainer, Training
 from manyheads.convert.resume import ResumeError
 from manyheads.convert.text import default_text
@@ -99,6 +102,7 @@ def test_equal_parameters(tmp_path):
     found = compare(["gqa", "gqa(kv_heads=1)", "mla(rank=8, rope_dim=4)"], **small, equal="cache", out=tmp_path / "o")
     assert [entry.dim for entry in found.entries] == [32, 64, 32]
     assert [entry.off for entry in found.entries] == [0, 0, 12 / 64 - 1]
+    assert [entry.hidden for entry in found.entries] == [88, 176, 88]
     assert found.notes == (
         "gqa(kv_heads=1): width 64, 256 cache bytes a token (+0.0 %)",
         "mla(rank=8, rope_dim=4): no width is within 5 % of 256 cache bytes a token; the nearest, 32, has 48 (−81.2 %)",
@@ -255,6 +259,27 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_rest(tmp_path, monkeypatch):
     assert [file.name for file in (tmp_path / "o/runs").iterdir()] == ["0-0.json"]
 
 
+def test_a_damaged_run_is_named_before_the_others_are_made(found, tmp_path, monkeypatch):
+    shutil.copytree(found.out, tmp_path / "o")
+    file = tmp_path / "o/runs/0-0.json"
+    (tmp_path / "o/result.json").unlink()
+    (tmp_path / "o/runs/1-0.json").unlink()
+    monkeypatch.setattr(module, "run_all", lambda *args: pytest.fail("something was trained"))
+    for damaged in (file.read_bytes()[:9], b"{}", b'{"curve": 3, "seconds": 1}', b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"0-0\.json cannot be read as a finished run; remove it"):
+            compare(SPECS, **SMALL, out=tmp_path / "o")
+
+
+def test_equal_parameters_are_reached_by_the_feed_forward_and_that_is_told(tmp_path):
+    small = SMALL | {"steps": 1, "seeds": 1, "dim": 32}
+    found = compare(["gqa", "gqa(kv_heads=1)"], **small, equal="params", out=tmp_path / "o")
+    base, other = found.entries
+    assert other.dim == base.dim and other.hidden > base.hidden
+    assert f"width 32 with a feed-forward of {other.hidden} (the base's is {base.hidden}), " in found.notes[0]
+    assert Comparison.read(tmp_path / "o/result.json").entries[1].hidden == other.hidden
+
+
 # --- refusals, before anything is written
 
 
@@ -272,14 +297,27 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_rest(tmp_path, monkeypatch):
         (["gqa"], {"jobs": 0}, ValueError, "jobs is at least 1, not 0"),
         (["gqa"], {"threads": -1}, ValueError, "threads is at least 1, not -1"),
         (["gqa"], {"lr": 0.0}, ValueError, "lr is a positive number"),
-        (["gqa"], {"warmup": -1}, ValueError, "warmup=-1"),
+        (["gqa"], {"warmup": -1}, ValueError, "warmup is at least 0, not -1"),
+        (["gqa"], {"warmup": 11}, ValueError, "warmup=11 of steps=10; it may be 0 to 10"),
+        (["gqa"], {"warmup": 0.5}, ValueError, "warmup is a whole number, not 0.5"),
+        (["gqa"], {"steps": 2.5}, ValueError, "steps is a whole number, not 2.5"),
+        (["gqa"], {"aux_weight": -1.0}, ValueError, "aux_weight is a number of at least 0, not -1.0"),
         (["gqa"], {"dtype": "int8"}, ValueError, "dtype is one of float32, bfloat16, float64, not 'int8'"),
         (["gqa"], {"equal": "size"}, ValueError, "equal is one of none, params, flops, cache, not 'size'"),
         (["gqa"], {"ffn": "relu"}, OptionError, "no feed-forward 'relu'"),
-        (["gqa"], {"dim": 17}, OptionError, "dim=17 is no multiple of heads=2"),
+        (["gqa"], {"dim": 17}, OptionError, "dim=17: layer 0: gqa: dim=17 is no multiple of heads=2"),
+        (["gqa"], {"heads": 3}, OptionError, "heads=3: layer 0: gqa: dim=16 is no multiple of heads=3"),
+        (["gqa", "moh(top=3)"], {}, OptionError, "heads=2 and 'moh(top=3)': layer 0: moh: top=3 of 2 heads"),
+        (["mla", "gqa"], {"ffn": "moe(experts=2, top=3)"}, OptionError, "ffn='moe(experts=2, top=3)': layer 0: moe"),
+        (["gqa"], {"residual": "mhar(heads=5)"}, OptionError, "residual='mhar(heads=5)': mhar: dim=16 in 5"),
         (["gqa"], {"context": 900}, ValueError, "context=900 needs 901 bytes of text on either side, and the held-"),
         (["gqa"], {"text": "missing.txt"}, OSError, "missing.txt"),
-        (["gqa", "super-attention(length=23)"], {}, OptionError, "spec 2 of 2, 'super-attention(length=23)': sup"),
+        (
+            ["gqa", "super-attention(length=23)"],
+            {},
+            OptionError,
+            "spec 2 of 2, 'super-attention(length=23)': with context=24: sup",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch, specs, options, kind, said):
@@ -379,10 +417,27 @@ def test_the_page_is_whole_and_holds_every_figure(found):
     page = Page(text)
     head, *rows = page.rows["figures"]
     assert len(rows) == 3 and all(len(row) == len(head) for row in rows)
-    assert [row[0] for row in rows] == SPECS
+    assert [row[0].replace("\u00a0", " ") for row in rows] == SPECS
     assert rows[1][4] == "64−50.0 %" and rows[0][-1] == "–" and " ± " in rows[1][-1]
-    assert [len(figure["data"]) for figure in page.figures] == [6, 4, 4, 3, 4]
+    assert [len(figure["data"]) for figure in page.figures] == [6, 4, 4, 4, 4]
     assert not [a for _, a in page.tags if {"src"} & set(a) or a.get("href", "#")[0] not in "#d"]
+
+
+def test_the_best_loss_is_told_with_its_price_and_every_panel_has_its_frontier():
+    def entry(spec, loss, parameters, speed):
+        return Entry(spec, spec, 8, parameters, 1, 1, 1, None, ((9.0, loss),), 1, speed, 1)
+
+    entries = (entry("gqa", 3.6, 100, 710.0), entry("mamba", 2.9, 1200, 678.0), entry("mla", 3.7, 100, 600.0))
+    found = Comparison(entries, (0, 1), {}, "", "", "", 0, (), "", None)
+    assert "It takes 12.0 times the parameters of gqa." in _finding(found)[1]
+    line = _against(found.to_json()["entries"], "decode", "speed")["data"][0]
+    assert (line["x"], line["y"]) == ([710.0, 678.0], [3.6, 2.9]), "from the fastest on, the lowest loss"
+
+
+def test_lines_end_between_the_parts_of_a_spec():
+    assert re.sub("<span class=.swatch.*?></span>", "*", named(1, "gqa(kv_heads=2) + kha")) == (
+        '<span class="part dotted">*gqa(kv_heads=2)\u00a0+</span> <span class="part">kha</span>'
+    )
 
 
 def test_without_plotly_there_is_a_note_and_no_page(tmp_path, monkeypatch):
@@ -403,4 +458,4 @@ def test_browser_draws_it_without_an_error(found, tmp_path, chromium):
     assert done.returncode == 0, done.stderr
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert done.stdout.count('class="main-svg"') >= 5
-    assert len(re.findall(r'class="trace scatter', done.stdout)) == 6 + 4 + 4 + 3 + 4
+    assert len(re.findall(r'class="trace scatter', done.stdout)) == 6 + 4 + 4 + 4 + 4

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from manyheads import Spec, __version__
 from manyheads.cli import main, output
+from manyheads.cli.output import paragraphs
 from manyheads.core.registry import all_feeds, all_parts, all_presets
 
 FIGURES = {"spec", "specs", "kv_floats_per_token_layer", "kv_bytes_per_token", "perplexity", "kl", "top1"}
@@ -195,7 +196,8 @@ def test_explain_a_checkpoint(single):
     ran = run("explain", single, "--json", "--queries", "1,300")
     (kind,) = ran.json["kinds"]
     assert set(kind) == {
-        "layers", "spec", "dim", "heads", "parameters", "cache_floats", "state_floats", "cache_bytes", "passes",
+        "layers", "spec", "dim", "heads", "parameters", "cache_floats", "state_floats", "cache_bytes", "windows",
+        "passes",
     }  # fmt: skip
     assert kind["layers"] == [0, 1, 2] and (kind["dim"], kind["heads"]) == (48, 8)
     assert kind["cache_floats"] == 24 and ran.json["cache_bytes"] == 288
@@ -216,6 +218,12 @@ def test_explain_a_spec_says_why_a_kernel_is_slow():
     (kind,) = ran.json["kinds"]
     assert kind["parameters"] == Spec.parse("gqa(kv_heads=2) + talking_heads").cost(64, 4).parameters
     assert {each["kernel"] for each in kind["passes"]} == {"tiled"} and "not sdpa: TalkingHeads" in ran.out
+
+
+def test_explain_says_what_is_kept_for_the_newest_tokens_only():
+    ran = run("explain", "window(size=4)", "--json")
+    assert "keeps 1024 of them for the newest 3 tokens only" in ran.out
+    assert ran.json["kinds"][0]["windows"] == [{"tokens": 3, "floats": 1024.0}]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +276,7 @@ def test_list_holds_every_part_preset_and_feed_forward():
     for each in ran.json:
         assert {"name", "stage", "paper", "options"} <= set(each)
     mla = ran.json[names.index("mla")]
-    assert mla["options"]["rank"] == {"type": "int | None", "default": None}
+    assert mla["options"]["rank"] == {"type": "int | none", "default": None}
     assert ran.json[names.index("gda")]["parts"] == ["differential", "head_norm"]
     assert max(map(len, ran.out.splitlines()[:-1])) <= 80
     assert run("list").out == "".join(f"{line}\n" for line in ran.out.splitlines()[:-1])
@@ -277,11 +285,32 @@ def test_list_holds_every_part_preset_and_feed_forward():
 def test_list_explains_one_part():
     ran = run("list", "rope", "--json")
     assert ran.json["name"] == "rope" and "turns by position" in ran.json["doc"]
-    assert ran.json["options"]["pairing"]["type"] == "Literal['half', 'interleaved', 'none']"
+    assert ran.json["options"]["pairing"]["type"] == "half | interleaved | none"
     assert "rope (position, arXiv 2104.09864)" in ran.out and "interleaved" in ran.out
     assert run("list", "gda").code == 0
     assert "moe (feed-forward, arXiv 2101.03961)" in run("list", "moe").out
     assert "no part 'ropee'; did you mean rope" in refused("list", "ropee")
+
+
+@pytest.mark.parametrize("part", ["moh", "moe", "window", "hymba", "mh_moe", "rope", "mla", "gated_delta_net"])
+def test_list_explains_in_80_columns_and_in_the_grammar_of_specs(part):
+    ran = run("list", part)
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert not any(word in ran.out for word in ("Literal", "tuple", "NoneType"))
+
+
+def test_options_hang_below_their_names(capsys):
+    paragraphs("""One line\nthat goes on.
+
+Options:
+    top: how many,
+        at most all.
+    rest: 1.
+
+Source: x.""")
+    assert capsys.readouterr().out.splitlines() == [
+        "One line that goes on.", "", "Options:", "    top: how many, at most all.", "    rest: 1.", "", "Source: x.",
+    ]  # fmt: skip
 
 
 def test_list_shows_which_parts_go_together():

@@ -97,7 +97,7 @@ def test_first_scores():
 
 
 def test_more_choices_than_experts():
-    with pytest.raises(OptionError, match="top=4 of 3 experts; top may be 1 to 3"):
+    with pytest.raises(OptionError, match="top=4 of experts=3; top may be 1 to 3"):
         Router(6, 3, 4)
 
 

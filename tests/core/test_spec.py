@@ -17,6 +17,7 @@ from manyheads.core import registry
 from manyheads.core.part import Gate, OptionError, Part, Site
 from manyheads.core.registry import all_parts, find, options, register
 from manyheads.core.spec import Spec, SpecError
+from manyheads.testing import matrix
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -161,6 +162,19 @@ REFUSALS = [
     ("gqa + differential + talking_heads", Site(), ["'talking_heads' needs 'one map'", "which 'differential' breaks"]),
     ("mtla", Site(causal=False), ["'mtla' needs 'causal'", "which nothing here gives"]),
     ("mtla", Site(cross=True), ["'mtla' needs 'self'"]),
+    (
+        "retention + talking_heads",
+        Site(),
+        ["'talking_heads' needs", "nearest legal: 'gqa + retention' or 'gqa + rope + talking_heads'"],
+    ),
+    ("gated_linear + window(size=4)", Site(), ["'gqa + rope + window(size=4)'", "'gqa + gated_linear'"]),
+    ("conv", Site(causal=False), ["'conv' needs 'causal'", "nearest legal: a causal layer or 'gqa'"]),
+    ("smha", Site(causal=False, cross=True), ["'smha' needs 'self'", "nearest legal: self-attention or 'gqa'"]),
+    (
+        "gated_delta_net",
+        Site(causal=False, cross=True),
+        ["nearest legal: a causal layer or 'gqa + head_norm + "],
+    ),
 ]
 
 
@@ -177,11 +191,64 @@ def test_the_nearest_legal_choice_is_legal():
         with pytest.raises(SpecError) as error:
             Spec.parse(line).resolve(site)
         hint = re.search(r"nearest legal: (.*)$", str(error.value))
-        if hint is None:
+        assert hint is not None
+        lines = re.findall(r"'(.*?)'", hint[1])
+        for better in lines:
+            assert str(Spec.parse(better).resolve(site)) == better
+            mh.Attention(better, 32, 4, site=site._replace(context_dim=32 if site.cross else None))
+        if lines:
             continue
         (better,) = Spec.parse(hint[1]).parts
         swapped = [better if part.name == better.name else part for part in Spec.parse(line).parts]
         mh.Attention(Spec(tuple(swapped)), 32, 4, site=site)
+
+
+@pytest.mark.parametrize("site", [Site(), Site(causal=False), Site(causal=False, cross=True)])
+def test_no_pair_is_refused_without_a_nearest_legal_choice(site):
+    facts = re.compile("' (needs|breaks) '|take the slot|one projection")  # and not numbers, which say what would fit
+    refused = [why for why in matrix(site).values() if why is not None and facts.search(why)]
+    assert len(refused) > 500 and not [why for why in refused if "nearest legal: " not in why]
+
+
+NUMBERS = [
+    ("gqa(head_dim=7)", 64, 8, ["rope: 7 channels", "head_dim", "may give 6 or 8", "rope(none)"]),
+    ("gqa", 24, 8, ["dim=24 over heads=8", "heads may be [1, 2, 3, 4, 6, 12]", "head_dim 2 or 4", "rope(none)"]),
+    ("gqa", 8, 8, ["dim=8 over heads=8", "heads may be [1, 2, 4], or head_dim 2)"]),
+    ("rope(fraction=0.4)", 64, 8, ["fraction=0.4 of 8; 2 or 4"]),
+    (
+        "sqa(q_heads=3)",
+        64,
+        8,
+        ["q_heads=3 and kv_heads=2 (by sqa)", "q_heads may be [1, 2, 4, 6, 8]", "kv_heads may be [1, 3, 6]"],
+    ),
+    ("sqa(q_heads=16)", 64, 8, ["q_heads=16 of 8 heads; it may be 1 to 8"]),
+    ("gda(ratio=9)", 64, 8, ["must be a multiple of 10", "ratio may be [1]"]),
+    ("gda(ratio=3)", 64, 8, ["ratio may be [1] or key heads [2, 4]"]),
+    ("entmax(alpha=0.5)", 64, 8, ["\nentmax: alpha=0.5"]),
+    ("mossnet(experts=0)", 64, 8, ["selective_ssm: experts is at least 1, not 0"]),
+    ("mossnet(top=9)", 64, 8, ["selective_ssm: top=9 of experts=8; top may be 1 to 8"]),
+    ("gqa(kv_heads=2.5)", 64, 8, ["2.5 is not an int or none"]),
+    ("gqa(dim=64)", 64, 8, ["has no option 'dim'"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "dim", "heads", "words"), NUMBERS, ids=[f"{line} {dim} {heads}" for line, dim, heads, _ in NUMBERS]
+)
+def test_numbers_that_do_not_fit_are_named_once_with_those_that_would(line, dim, heads, words):
+    with pytest.raises(OptionError) as error:
+        mh.Attention(line, dim, heads)
+    assert all(word in "\n" + str(error.value) for word in words), str(error.value)
+
+
+def test_an_option_without_a_default_that_is_not_given_is_named():
+    with pytest.raises(SpecError, match=r"'step' needs early and late: step\(early=…, late=…\)"):
+        mh.Stack("gqa", 64, "step()", 2)
+
+
+def test_a_typing_error_is_shown_all_the_names_that_are_as_near():
+    with pytest.raises(SpecError, match=r"did you mean .*gqa"):
+        Spec.parse("gka")
 
 
 @dataclass(frozen=True)

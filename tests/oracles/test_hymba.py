@@ -217,7 +217,7 @@ def test_meta_tokens_take_no_pairs():
         stack(batch(4), positions=Axis(4, 0, segment=torch.zeros(1, 4, dtype=torch.long)))
     with pytest.raises(ValueError, match="packed documents"):
         stack(batch(4), mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="meta=-1"):
+    with pytest.raises(ValueError, match="meta is at least 0, not -1"):
         model("gqa", meta=-1)
     with pytest.raises(ValueError, match="no meta tokens"):
         model("gqa", meta=0).started()

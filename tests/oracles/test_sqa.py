@@ -110,7 +110,8 @@ def test_alibi_has_a_slope_for_each_head_there_is():
     ("spec", "heads", "said"),
     [
         ("sqa", 6, "6 heads make 3 query and 3/2 key heads; give q_heads and kv_heads, or a number of heads such as 4"),
-        ("sqa(q_heads=3, kv_heads=2)", 4, "q_heads=3, kv_heads=2; the larger must be a multiple of the smaller"),
+        ("sqa(q_heads=3, kv_heads=2)", 4, r"q_heads may be \[1, 2, 4\] or kv_heads may be \[1, 3\]"),
+        ("sqa(q_heads=5, kv_heads=1)", 4, "q_heads=5 of 4 heads; it may be 1 to 4"),
         ("sqa(q_heads=0, kv_heads=1)", 4, "q_heads=0"),
         ("sqa(q_heads=2, kv_heads=1)", 5, "dim=24 is no multiple of heads=5; give head_dim"),
         ("sqa(head_dim=0)", 4, "head_dim=0; at least 1"),

@@ -192,7 +192,7 @@ def test_the_authors_sizes(ranks, megabytes):
         ("ranks=[4, 6]", "three positive numbers"),
         ("value_ranks=[4, 0, 6]", "value_ranks"),
         ("ranks=[4, 6, 6], value_ranks=[4, 6, 8], shared=true", "one width, not 6 as key and 8 as value"),
-        ("ranks=[4, 6, 7]", "7 rotary channels do not pair up"),
+        ("ranks=[4, 6, 7]", "7 channels of a head cannot turn in pairs"),
     ],
 )
 def test_refusals(options, why):

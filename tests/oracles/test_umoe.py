@@ -221,7 +221,7 @@ def test_other_numbers_are_no_same_experts(ffn, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("experts=4, top=5", "top=5 of experts=4 with fixed=1; top may be 0 to 4"),
+        ("experts=4, top=5", "umoe: top=5 of experts=4; top may be 0 to 4"),
         ("top=0, fixed=0", "top may be 1 to 128"),
         ("hidden=0", "hidden=0"),
         ("q_rank=0", "q_rank=0"),

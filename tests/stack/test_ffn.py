@@ -1,6 +1,7 @@
 import pytest
 import torch
 from tests.stack.tiny import model
+from torch import nn
 
 from manyheads import Cache, Links
 from manyheads.core.experts import Experts
@@ -33,7 +34,7 @@ def test_swiglu_is_its_formula():
 def test_refusals():
     with pytest.raises(OptionError, match=r"no feed-forward 'relu'; there are gelu, .*\n  relu\n  \^"):
         make_ffn("relu", 8)
-    with pytest.raises(OptionError, match="hidden=0"):
+    with pytest.raises(OptionError, match="hidden is at least 1, not 0"):
         make_ffn("gelu", 8, 0)
     with pytest.raises(OptionError, match="layer 1: uome: 10 channels do not cut into experts=8; hidden=8 does"):
         Stack("gqa", DIM, HEADS, 2, ffn=["swiglu", "uome(hidden=10)"])
@@ -48,6 +49,13 @@ def test_a_line_for_each_layer():
     counted = sum(p.numel() for name, p in stack.named_parameters() if ".ffn." in name)
     assert counted == stack.ffn_cost.parameters > stack.ffn_cost.active
     assert [type(block.ffn).__name__ for block in stack.blocks] == ["SwiGLU", "MoEFeed", "NoneType", "MHMoEFeed"]
+
+
+def test_what_attention_and_feed_forward_share_counts_once_in_the_sum_of_their_costs():
+    stack = Stack("umoe", DIM, HEADS, 2, ffn="umoe")
+    norms = sum(module.weight.numel() for module in stack.modules() if isinstance(module, nn.RMSNorm))
+    counted = sum(parameter.numel() for parameter in stack.parameters()) - norms
+    assert (stack.cost + stack.ffn_cost).parameters == counted < stack.cost.parameters + stack.ffn_cost.parameters
 
 
 def test_width_of_the_stack_is_that_of_experts_that_name_none():

@@ -100,7 +100,7 @@ def test_a_spec_for_each_loop():
         (["gqa", "gqa", "gqa(kv_heads=2)", "gqa"], 2,
          r"has \[12, 24\] project.k_proj.weight, gqa \+ rope has \[24, 24\]"),
         (["gqa"] * 3, 2, "3 specs for 2 layers"),
-        ("gqa", 0, "loops=0; the blocks run once or more"),
+        ("gqa", 0, "loops is at least 1, not 0"),
     ],
 )  # fmt: skip
 def test_refusals(specs, loops, said):

@@ -31,7 +31,7 @@ def test_legal(specs, source):
         ("gqa", [0, None], "layer 0 cannot read the rows of layer 0: the first layer has none"),
         ("gqa", [None, 1], "layer 1 cannot read the rows of layer 1: a source is an earlier layer, so one of 0 to 0"),
         ("gqa", [None, 2, None], "layer 1 cannot read the rows of layer 2: a source is an earlier layer"),
-        ("gqa", [None, -1], "layer 1 cannot read the rows of layer -1"),
+        ("gqa", [None, -1], "kv_source is at least 0, not -1"),
         ("gqa", [None, 0, 1], "layer 2 cannot read the rows of layer 1: .*those of layer 0; name that layer"),
         (["gqa(kv_heads=2)", "gqa(kv_heads=1)"], [None, 0], "layer 1 .* layer 0: it reads 'k' .1 x 8. .* 'k' .2 x 8."),
         (["gqa", "mla"], [None, 0], "layer 1 cannot read the rows of layer 0: it reads 'latent'"),

@@ -21,8 +21,6 @@ def check(
     layer: Attention, x: Tensor, positions: Tensor | Axis | None, mask: Tensor | Mask | None, context: Tensor | None
 ) -> None:
     """Raise ValueError for tensors that are not of the layer's shapes, and masks that it cannot keep to."""
-    if x.ndim != 3 or x.shape[-1] != layer.dim:
-        raise ValueError(f"x has shape {tuple(x.shape)}; this layer takes [batch, tokens, {layer.dim}]")
     if not x.shape[1]:
         raise ValueError("x has no tokens; a pass has one or more")
     if layer.site.cross != (context is not None):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from manyheads.attention.layer import ALONE, Attention
+from manyheads.core.check import check_whole
 from manyheads.core.cost import Cost
 from manyheads.core.kernel import Plan
 from manyheads.core.part import Piece, Position, Program, Site
@@ -61,7 +62,8 @@ def explain(
         OptionError: parts that exclude each other, or numbers that do not fit; ValueError: S < T or T < 1.
     """
     keys = queries if keys is None else keys
-    if not 1 <= queries <= keys:
+    check_whole(queries=queries, keys=keys)
+    if queries > keys:
         raise ValueError(f"{queries} queries over {keys} keys; 1 ≤ queries ≤ keys, which count the queries' own tokens")
     with torch.device("meta"):
         layer = Attention(spec, dim, heads, site=site).eval()

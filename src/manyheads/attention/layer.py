@@ -19,13 +19,13 @@ from manyheads.attention import arguments
 from manyheads.attention.arguments import stock_axis
 from manyheads.attention.prefixes import why_whole, with_shared
 from manyheads.core.cache import Cache, Entry, write_stock
-from manyheads.core.flow import Flow, Links, Rows, View
+from manyheads.core.check import OptionError, check_share
+from manyheads.core.flow import Flow, Links, Rows, View, check_pass
 from manyheads.core.kernel import FEW_ROWS, Bias, Call, Out, Plan, attend, plan_call
 from manyheads.core.mask import Axis, Given, Mask, Rule, causal
 from manyheads.core.part import (
     BoundProgram,
     Gate,
-    OptionError,
     Piece,
     Position,
     Program,
@@ -57,10 +57,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: str | Spec, dim: int, heads: int, *, site: Site = ALONE, dropout: float = 0.0) -> None:
         super().__init__()
-        if heads < 1 or dim < 1:
-            raise OptionError(f"dim={dim} and heads={heads} must both be positive")
-        if not 0 <= dropout < 1:
-            raise OptionError(f"dropout={dropout} is no probability below 1")
+        check_share(dropout=dropout)
         if dropout and site.attn_source is not None:
             raise OptionError(f"dropout={dropout}: weights taken from layer {site.attn_source} would be dropped anew")
         self.spec = Spec.parse(spec).resolve(site)
@@ -244,6 +241,7 @@ class Attention(nn.Module):
         self, x: Tensor, positions: Tensor | Axis | None, mask: Tensor | Mask | None, cache: transformers.Cache | None,
         context: Tensor | None, links: Links | None,
     ) -> Flow:  # fmt: skip
+        check_pass(x, self.dim, positions=positions, mask=mask, cache=cache, context=context, links=links)
         arguments.check(self, x, positions, mask, context)
         layer, links = self.site.layer, Links() if links is None else links
         q = positions if isinstance(positions, Axis) else self.axis_of(x, positions, mask, cache)

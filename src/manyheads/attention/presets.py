@@ -453,10 +453,11 @@ class MossNet:
 @register_preset
 @dataclass(frozen=True)
 class Hymba:
-    """A hybrid-head layer: `gqa`, in a `window` in all layers but a few, and `ssm_heads` under the same output.
+    """A hybrid-head layer: `gqa`, within a `window` if one is given, and `ssm_heads` under the same output.
 
     Options: kv_heads, head_dim, v_dim: see `gqa` (the authors' values are 2·D/H wide). window W: a query sees the W
-    tokens before it, and the first `meta` ones at any distance; none in a global layer. state, taps, dt_rank: see
+    tokens before it, and the first `meta` ones at any distance; none (the default) sees all. The authors' layers have
+    one, but for the first, the middle and the last: that is a list of specs, one a layer. state, taps, dt_rank: see
     `ssm_heads`. The stack's `meta` and `kv_source` are the paper's meta tokens and its sharing of keys and values.
 
     Source: arXiv 2411.13676.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from manyheads.attention.convolution import Depthwise, lag_state, lagged
 from manyheads.attention.steps import first_steps
 from manyheads.core.cache import State
+from manyheads.core.check import check_top
 from manyheads.core.cost import Cost
 from manyheads.core.dispatch import group
 from manyheads.core.flow import Flow
@@ -116,8 +117,7 @@ def check_ssm(part: str, state: int, taps: int, rank: int, experts: int = 1, top
     """Refuse numbers of which there is no state space."""
     if min(state, taps, rank) < 1:
         raise OptionError(f"{part}: state={state}, taps={taps}, dt_rank={rank}; at least 1")
-    if not 1 <= top <= experts:
-        raise OptionError(f"{part}: top={top} of experts={experts}; top may be 1 to {max(experts, 1)}")
+    check_top(top, experts)
 
 
 def ssm_cost(

@@ -90,8 +90,8 @@ def compare(
         "dim": dim, "heads": heads, "layers": layers, "context": context, "batch": batch, "steps": steps,
         "seeds": seeds, "jobs": jobs, "save_every": save_every,
     }  # fmt: skip
+    check_numbers(named if threads is None else named | {"threads": threads}, lr, warmup, aux_weight, dtype, equal)
     rising = steps // 10 if warmup is None else warmup
-    check_numbers(named if threads is None else named | {"threads": threads}, lr, rising, aux_weight, dtype, equal)
     lines = check_lines(lines, layers)
     name, corpus = read_corpus(text)
     training = Training(steps, batch, context, lr, rising, dtype, aux_weight, save_every=save_every)
@@ -111,6 +111,9 @@ def compare(
     check_resume(out, options)
     (out / "runs").mkdir(exist_ok=True)
     tasks = plan.tasks(seeds, out)
+    for task in tasks:
+        if task.file.exists():
+            read_run(task.file)  # a damaged one is refused before the others are made
     try:
         run_all([t for t in ranks.share(tasks) if not t.file.exists()], training, corpus, jobs, threads, progress)
         if ranks.rank:
@@ -178,6 +181,7 @@ def _entry(
         spec=line,
         resolved=str(Spec.parse(line).resolve(Site(layers=fitted.design.layers))),
         dim=fitted.design.dim,
+        hidden=fitted.design.inner,
         parameters=fitted.costs.parameters,
         flops=fitted.costs.flops,
         cache=fitted.costs.cache,

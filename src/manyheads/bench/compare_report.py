@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from manyheads.bench.comparison import Comparison
+from manyheads.bench.comparison import Comparison, Entry
 from manyheads.bench.page import (
     Column,
     Html,
@@ -18,18 +18,18 @@ from manyheads.bench.page import (
     facts,
     figure_of,
     figures_table,
-    join,
     label_of,
     look_of,
+    named,
     number,
     pareto,
-    swatch,
     trace_of,
     write_page,
 )
 
 COLUMNS = {
     "dim": Column("Width", "channels", lambda row: row["dim"], 0, compare=False),
+    "hidden": Column("Feed-forward", "channels", lambda row: row["hidden"], 0, compare=False),
     "parameters": Column("Parameters", "", lambda row: row["parameters"], 0, better=0),
     "flops": Column("Training", "MFLOP / token", lambda row: row["flops"] / 1e6, 2),
     "cache": Column("Cache", "bytes / token", lambda row: row["cache_measured"], 0),
@@ -47,23 +47,23 @@ COLUMNS = {
 }
 _AGAINST = {"parameters": "parameters", "cache": "cache, bytes per token", "decode": "decoded tokens per second",
             "step": "training step, ms"}  # fmt: skip
-_FALLING = ("parameters", "cache", "step")
-"""Figures of which less is better, so that the best loss reached at each has a line."""
 
 
 def write_comparison(found: Comparison, folder: Path) -> Comparison:
     """Write `report.html`; what is returned says so, or that plotly is not installed."""
     rows = found.to_json()["entries"]
     finding, detail = _finding(found)
+    filled = len({row["hidden"] for row in rows}) > 1
+    columns = COLUMNS if filled else {key: column for key, column in COLUMNS.items() if key != "hidden"}
     texts = {
         "kicker": el("p", f"{len(rows)} specs, {found.options['seeds']} seeds · {found.date}", class_="kicker"),
         "finding": el("h1", finding),
         "detail": el("p", detail, class_="lead"),
         "tiles": _tiles(rows, _best(found)),
-        "legend": el("p", *(join([swatch(i), el("code", row["spec"]), "\u2003"]) for i, row in enumerate(rows))),
+        "legend": el("p", *(el("code", named(i, row["spec"])) for i, row in enumerate(rows)), class_="legend"),
         "figures": figures_table(
             "The first spec is the base. In small print: the difference to it", "Spec",
-            [join([swatch(i), el("b", row["spec"])]) for i, row in enumerate(rows)], rows, COLUMNS.values(),
+            [el("b", named(i, row["spec"])) for i, row in enumerate(rows)], rows, columns.values(),
         ),
         "notes": el("ul", *(el("li", note) for note in found.notes)) if found.notes else Html(),
         "method": _method(found),
@@ -95,7 +95,22 @@ def _finding(found: Comparison) -> tuple[str, str]:
     else:
         said += f", paired by seed, with a standard error of {number(error, 3)}."
         said += " That is less than twice the error and may be chance." if abs(difference) < 2 * error else ""
+    said += _price(best, base)
     return f"{best.spec}: loss {loss}, against {other} of {base.spec}", said
+
+
+def _price(best: Entry, base: Entry) -> str:
+    """What the best has more of than the base, or is slower at, by a tenth or more."""
+    pairs = {
+        "the parameters": (best.parameters, base.parameters),
+        "the training FLOPs": (best.flops, base.flops),
+        "the cache": (best.cache_measured, base.cache_measured),
+        "the time of a training step": (best.step_ms, base.step_ms),
+        "the time of decoding": (base.tokens_per_second, best.tokens_per_second),
+    }
+    more = [f"{number(a / b, 1)} times {what}" for what, (a, b) in pairs.items() if b and a / b >= 1.1]
+    last = more.pop() if more else ""
+    return f" It takes {', '.join(more)}{' and ' if more else ''}{last} of {base.spec}." if last else ""
 
 
 def _tiles(rows: Sequence[Row], best: int) -> Html:
@@ -139,10 +154,10 @@ def _against(rows: Sequence[Row], key: str, title: str) -> dict[str, Any]:
     """The loss of each spec against one figure, with the spread of its seeds."""
     column, data = COLUMNS[key], []
     known = [(index, row) for index, row in enumerate(rows) if row["loss"] is not None]
-    if key in _FALLING:
-        best = pareto((column.get(row), row["loss"]) for _, row in known)  # type: ignore[misc]
-        line = {"shape": "hv", "color": "var(--muted)", "width": 1.5, "dash": "dot"}
-        data.append(trace_of("lines", [x for x, _ in best], [y for _, y in best], line=line, hoverinfo="skip"))
+    sign = -1 if column.better > 0 else 1  # from the best figure on: the lowest loss at it or a better one
+    best = pareto((sign * (column.get(row) or 0), row["loss"]) for _, row in known)
+    line = {"shape": "hv", "color": "var(--muted)", "width": 1.5, "dash": "dot"}
+    data.append(trace_of("lines", [sign * x for x, _ in best], [y for _, y in best], line=line, hoverinfo="skip"))
     for index, row in known:
         look, name = look_of(index), label_of(row["spec"])
         parts = [f"{c.title}: {c.text(row)} {c.unit}" for c in (column, COLUMNS["loss"])]

@@ -16,7 +16,7 @@ class Entry:
     """One compared spec.
 
     Attributes:
-        spec: as given; resolved: with what it implies.
+        spec: as given; resolved: with what it implies. hidden: width of the feed-forward, or of one of its experts.
         parameters: counted. flops: of training, a token. cache: bytes a token, from the parts' costs; cache_measured:
             the same from the tensors that a cache holds.
         off: how far the figure that is to be equal is from the base's, a share of it; None where nothing is.
@@ -37,6 +37,7 @@ class Entry:
     step_ms: float
     tokens_per_second: float
     seconds: float
+    hidden: int | None = None
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -104,9 +105,9 @@ class Comparison:
             found = json.loads(file.read_text(encoding="utf-8"))
             entries = []
             for made in found["entries"]:
-                fields: dict[str, Any] = {name: made[name] for name in Entry.__dataclass_fields__}
+                fields: dict[str, Any] = {name: made[name] for name in Entry.__dataclass_fields__ if name != "hidden"}
                 curves = tuple(tuple(math.nan if x is None else x for x in curve) for curve in made["curves"])
-                entries.append(Entry(**{**fields, "curves": curves}))
+                entries.append(Entry(**{**fields, "curves": curves, "hidden": made.get("hidden")}))
             known: dict[str, Any] = {name: found[name] for name in cls.__dataclass_fields__}
             known |= {"entries": tuple(entries), "grid": tuple(found["grid"]), "notes": tuple(found["notes"])}
             return cls(**known)

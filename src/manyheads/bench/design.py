@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from manyheads.attention import Attention
+from manyheads.core.feed import Feed
 from manyheads.core.part import OptionError
 from manyheads.core.spec import Spec
 from manyheads.stack.decoder import Decoder
@@ -50,11 +51,36 @@ class Design:
 
     def check(self, context: int) -> None:
         """Raise an `OptionError` if there is no such model, or none that reads `context` tokens."""
-        if self.heads < 1 or self.dim < 1 or self.layers < 1:
-            raise OptionError(f"dim={self.dim}, heads={self.heads}, layers={self.layers}: each is at least 1")
         for layer in self._meta().stack.attentions:
             site = layer.site._replace(max_len=context)  # parts of a fixed length say here that it is too short
-            Spec.parse(self.spec).resolve(site).layouts(self.dim, self.heads, site)
+            try:
+                Spec.parse(self.spec).resolve(site).layouts(self.dim, self.heads, site)
+            except OptionError as error:
+                raise type(error)(f"with context={context}: {error}") from None
+
+    def blame(self, context: int) -> str | None:
+        """Why there is no such model, in words: the option without which there would be one, or else the spec."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "spec" or value == field.default:
+                continue
+            if replace(self, **{field.name: field.default}).refusal(context) is None:
+                alone = replace(self, spec="gqa").refusal(context) is not None
+                return f"{field.name}={value!r}" + ("" if alone else f" and {self.spec!r}")
+        return None
+
+    def refusal(self, context: int) -> Exception | None:
+        """What `check` raises."""
+        try:
+            self.check(context)
+        except (ValueError, ImportError) as error:
+            return error
+        return None
+
+    @property
+    def inner(self) -> int | None:
+        """The width of the feed-forward, or of one of its experts."""
+        return Feed.parse(self.ffn).width(self.dim, self.hidden)
 
     def costs(self, context: int, itemsize: int = 4) -> Costs:
         """Exact where the parts' costs are: weights are counted on a model without storage."""

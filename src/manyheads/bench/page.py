@@ -215,6 +215,13 @@ def swatch(index: int) -> Html:
     return el("span", class_="swatch", style=f"--colour: {look_of(index)['color']}", aria_hidden="true")
 
 
+def named(index: int, spec: str) -> Html:
+    """A spec beside its dot; lines end between its parts, and inside one only where it is wider than its place."""
+    first, *rest = spec.replace(" + ", "\u00a0+ + ").split(" + ")
+    dotted = el("span", swatch(index), first, class_="part dotted")
+    return Html(" ".join([dotted, *(el("span", part, class_="part") for part in rest)]))
+
+
 def figures_table(
     caption: str, head: str, names: Sequence[Html], rows: Sequence[Row], columns: Iterable[Column]
 ) -> Html:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from manyheads.bench.train import DTYPES, Corpus, Training
 from manyheads.bench.width import EQUAL, NEAR, Equal, Fitted, figure, fit_width
 from manyheads.bench.workers import Task
 from manyheads.convert.text import default_text, read_text, split
+from manyheads.core.check import check_whole, is_number
 from manyheads.core.part import OptionError, Site
 from manyheads.core.spec import Spec
 
@@ -40,14 +40,19 @@ class Plan:
         ]
 
 
-def check_numbers(counts: dict[str, int], lr: float, warmup: int, aux_weight: float, dtype: str, equal: str) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} is at least 1, not {count}")
-    if not (math.isfinite(lr) and lr > 0):
-        raise ValueError(f"lr is a positive number, not {lr}")
-    if warmup < 0 or not (math.isfinite(aux_weight) and aux_weight >= 0):
-        raise ValueError(f"warmup={warmup} and aux_weight={aux_weight}: neither is negative")
+def check_numbers(
+    counts: dict[str, int], lr: float, warmup: int | None, aux_weight: float, dtype: str, equal: str
+) -> None:
+    """Refuse what is no number of its kind, and names that there are not."""
+    check_whole(**counts)
+    if warmup is not None:
+        check_whole(0, warmup=warmup)
+    if warmup is not None and warmup > counts["steps"]:
+        raise ValueError(f"warmup={warmup} of steps={counts['steps']}; it may be 0 to {counts['steps']}")
+    if not (is_number(lr) and lr > 0):
+        raise ValueError(f"lr is a positive number, not {lr!r}")
+    if not (is_number(aux_weight) and aux_weight >= 0):
+        raise ValueError(f"aux_weight is a number of at least 0, not {aux_weight!r}")
     for name, value, known in (("dtype", dtype, DTYPES), ("equal", equal, EQUAL)):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
@@ -107,7 +112,7 @@ def make_plan(lines: Sequence[str], base: Design, training: Training, corpus: Co
             cached.append(measured_cache(fitted[-1].design, context, training.dtype))
         except (ValueError, ImportError) as error:
             kind = type(error) if isinstance(error, OptionError) else ValueError
-            raise kind(f"{_which(lines, index)}: {error}") from error
+            raise kind(f"{design.blame(context) or _which(lines, index)}: {error}") from error
         notes += _said(line, fitted[0], fitted[-1], equal) if index > 1 and equal != "none" else []
         stated = round(fitted[-1].costs.cache * context)
         if abs(cached[-1] - stated) > stated / 100:
@@ -121,7 +126,9 @@ _FIGURES = {"params": "parameters", "flops": "training FLOPs a token", "cache": 
 def _said(line: str, base: Fitted, fitted: Fitted, equal: Equal) -> list[str]:
     """How near a width came to the budget."""
     got, wanted = (f"{figure(each.costs, equal):,.0f}" for each in (fitted, base))
-    what, off, width = _FIGURES[equal], f"{100 * fitted.off:+.1f} %".replace("-", "−"), fitted.design.dim
+    what, off, width = _FIGURES[equal], f"{100 * fitted.off:+.1f} %".replace("-", "−"), f"{fitted.design.dim}"
+    if fitted.design.hidden is not None:
+        width += f" with a feed-forward of {fitted.design.inner} (the base's is {base.design.inner})"
     if fitted.met:
         return [f"{line}: width {width}, {got} {what} ({off})"]
     return [

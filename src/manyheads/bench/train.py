@@ -186,5 +186,9 @@ def train(
 
 
 def read_run(file: Path) -> Run:
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return Run(tuple(math.nan if loss is None else loss for loss in found["curve"]), found["seconds"])
+    """Raises a ValueError for what `train` has not written."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return Run(tuple(math.nan if loss is None else float(loss) for loss in found["curve"]), float(found["seconds"]))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read as a finished run; remove it, and the run is made anew") from error

@@ -91,10 +91,11 @@ def compare(
 
 def show(found: Comparison) -> None:
     """The table of figures, what its columns mean, and where everything lies."""
-    wide = len({entry.dim for entry in found.entries}) > 1
-    head = ["spec", *(["width"] if wide else []), "para-\nmeters", "MFLOP/\ntoken", "cache\nB/token", "step\nms"]
+    widths = [name for name in ("dim", "hidden") if len({getattr(entry, name) for entry in found.entries}) > 1]
+    titles = {"dim": "width", "hidden": "ffn\nwidth"}
+    head = ["spec", *(titles[name] for name in widths), "para-\nmeters", "MFLOP/\ntoken", "cache\nB/token", "step\nms"]
     head += ["tok/s", "loss\n± std", "to base\n± err."]
-    table(head, [_row(found, entry, wide) for entry in found.entries], tight=True)
+    table(head, [_row(found, entry, widths) for entry in found.entries], tight=True)
     options = found.options
     seen = f"{options['steps']} steps of {options['batch']} x {options['context']} bytes, "
     seen += "one seed" if options["seeds"] == 1 else f"{options['seeds']} seeds"
@@ -104,13 +105,13 @@ def show(found: Comparison) -> None:
         typer.echo(f"report      {found.report}")
 
 
-def _row(found: Comparison, entry: Entry, wide: bool) -> list[str]:
+def _row(found: Comparison, entry: Entry, widths: list[str]) -> list[str]:
     difference, error = found.difference(entry)
     beside = "" if entry is found.base else _between(difference, error, "+.3f")
     return [
-        entry.spec, *([str(entry.dim)] if wide else []), number(entry.parameters, 0), number(entry.flops / 1e6, 2),
-        number(entry.cache_measured, 0), number(entry.step_ms, 0), number(entry.tokens_per_second, 0),
-        _between(entry.loss, entry.spread, ".3f"), beside,
+        entry.spec, *(number(getattr(entry, name), 0) for name in widths), number(entry.parameters, 0),
+        number(entry.flops / 1e6, 2), number(entry.cache_measured, 0), number(entry.step_ms, 0),
+        number(entry.tokens_per_second, 0), _between(entry.loss, entry.spread, ".3f"), beside,
     ]  # fmt: skip
 
 

@@ -90,6 +90,7 @@ def _describe(
         "layers": layers, "spec": str(layer.spec), "dim": dim, "heads": heads, "parameters": cost.parameters,
         "cache_floats": float(cost.cache_floats), "cache_bytes": 4 * float(cost.cache_floats),
         "state_floats": cost.state_floats,
+        "windows": [{"tokens": kept, "floats": float(floats)} for kept, floats in cost.windows],
         "passes": [
             {"queries": count, "kernel": plan.kernel, "why": plan.why, "refused": dict(plan.refused)}
             for count, plan in plans
@@ -101,6 +102,8 @@ def _show(kind: dict[str, Any]) -> None:
     wrapped(f"{_ranges(kind['layers'])}: {kind['spec']}")
     typer.echo(f"  width {kind['dim']}, {kind['heads']} query heads, {kind['parameters']:,} parameters")
     typer.echo(f"  caches {kind['cache_floats']:g} numbers a token ({kind['cache_bytes']:g} bytes in float32)")
+    for window in kind["windows"]:
+        typer.echo(f"  keeps {window['floats']:g} of them for the newest {window['tokens']:,} tokens only")
     if kind["state_floats"]:
         typer.echo(f"  keeps {kind['state_floats']:,} numbers a sequence, whatever its length")
     for each in kind["passes"]:

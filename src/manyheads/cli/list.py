@@ -8,10 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from manyheads.cli.output import Debug, Json, command, finish, table, wrapped
-
-WIDTH = 80
-"""Columns of a terminal."""
+from manyheads.cli.output import Debug, Json, command, finish, paragraphs, table, wrapped
 
 Pairs = Mapping[tuple[str, str], str | None]
 """Why two parts exclude each other, None where they do not."""
@@ -79,7 +76,7 @@ def _methods(name: str | None, as_json: bool) -> None:
 
 def _explain(entry: dict[str, Any]) -> None:
     typer.echo(f"{entry['name']} ({entry['stage']}{', ' if entry['paper'] else ''}{entry['paper']})\n")
-    typer.echo(entry["doc"])
+    paragraphs(entry["doc"])
     if entry["options"]:
         table(
             ["option", "type", "default"],

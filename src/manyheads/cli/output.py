@@ -41,7 +41,7 @@ def command(function: F) -> F:
         except EXPECTED as error:
             if debug:
                 raise
-            typer.echo(f"error: {message(error)}", err=True)
+            typer.echo(fitted(f"error: {message(error)}"), err=True)
             raise typer.Exit(1) from None
 
     return run  # type: ignore[return-value]
@@ -56,7 +56,22 @@ def message(error: BaseException) -> str:
 
 def note(text: str) -> None:
     """Something that the user should know, on standard error."""
-    typer.echo(f"note: {text}", err=True)
+    typer.echo(fitted(f"note: {text}"), err=True)
+
+
+def fitted(text: str) -> str:
+    """A message as a terminal shows it without breaking words; one line where it goes to a file or a program.
+
+    A line that points into another (`^`) stays below it: only the first line, the sentence, is broken.
+    """
+    import shutil
+    import textwrap
+
+    if not sys.stderr.isatty():
+        return text
+    sentence, *rest = text.split("\n")
+    wide = shutil.get_terminal_size().columns
+    return "\n".join([textwrap.fill(sentence, wide, break_on_hyphens=False, break_long_words=False), *rest])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, tight: bool = False) -> None:
@@ -82,6 +97,35 @@ def wrapped(text: str, indent: str = "") -> None:
     import textwrap
 
     typer.echo(textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def paragraphs(text: str) -> None:
+    """Print a docstring in lines of at most 80 columns: what hangs below an option's name stays below it."""
+    import textwrap
+
+    blocks: list[list[str]] = []
+    for line in text.splitlines():
+        if not (blocks and _goes_on(blocks[-1], line)):
+            blocks.append([])
+        blocks[-1].append(line)
+    for first, *rest in blocks:
+        own = " " * _depth(first)
+        hang = " " * _depth(rest[0]) if rest else own + own
+        one = " ".join(line.strip() for line in (first, *rest))
+        lines = textwrap.wrap(one, WIDTH, initial_indent=own, subsequent_indent=hang, break_on_hyphens=False)
+        typer.echo("\n".join(lines))
+
+
+def _goes_on(block: Sequence[str], line: str) -> bool:
+    """Whether a line belongs to the paragraph, or to the option, before it."""
+    if not line.strip() or not block[-1].strip():
+        return False
+    start = _depth(block[0])
+    return _depth(line) > start if start else not block[-1].endswith(":")
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def number(value: float | None, digits: int) -> str:

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from manyheads.core.check import check_whole
 from manyheads.core.flow import Rows
 from manyheads.core.mask import Axis
 
@@ -473,6 +474,7 @@ class Cache(transformers.Cache):
 
     def rollback(self, tokens: int) -> None:
         """Forget the newest tokens; refused where a site has no way back."""
+        check_whole(0, tokens=tokens)
         self.crop(-tokens)
 
     def crop(self, tokens_to_remove: int) -> None:

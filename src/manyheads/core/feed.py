@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from manyheads.core.check import check_whole
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow, Links
 from manyheads.core.mask import Axis
-from manyheads.core.part import OptionError, Site
+from manyheads.core.part import Site
 from manyheads.core.registry import find_feed
 from manyheads.core.spec import printed, read_one
 
@@ -35,7 +36,7 @@ class Feed:
     @classmethod
     def parse(cls, line: str | Feed) -> Feed:
         """Read a line; an error points at the token."""
-        return line if isinstance(line, Feed) else read_one(line, find_feed)
+        return line if isinstance(line, Feed) else read_one(line, find_feed, "ffn")
 
     def __str__(self) -> str:
         return printed(self)
@@ -46,8 +47,12 @@ class Feed:
 
     def check(self, dim: int, hidden: int | None, site: Site) -> None:
         """Raise `OptionError` for numbers that do not fit."""
-        if hidden is not None and hidden < 1:
-            raise OptionError(f"{self.name}: a feed-forward of width hidden={hidden} has no channels")
+        if hidden is not None:
+            check_whole(hidden=hidden)
+
+    def width(self, dim: int, hidden: int | None = None) -> int | None:
+        """What `hidden` counts (channels inside, or of an expert) with the default filled in; None of nothing."""
+        return hidden
 
     def build(self, dim: int, hidden: int | None, site: Site) -> nn.Module | None:
         """The module, x `[B, T, D]` to y `[B, T, D]`: a `FeedPiece` where it asks what the tokens are."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import transformers
 from torch import Tensor
 
-from manyheads.core.mask import Axis
+from manyheads.core.mask import Axis, Mask
 
 View = Literal["expanded", "absorbed"]
 
@@ -95,3 +96,27 @@ class Flow:
     def add_loss(self, name: str, loss: Tensor) -> None:
         """An auxiliary loss of this layer, found by the trainer in `links.aux['<layer>.<name>']`."""
         self.links.aux[f"{self.layer}.{name}"] = loss
+
+
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "x": ((Tensor,), "a tensor [B, T, D]"),
+    "positions": ((Tensor, Axis), "a tensor of whole numbers [B or 1, T] or an Axis"),
+    "mask": ((Tensor, Mask), "a bool tensor [B, T] or [B, H, T, S], True = may attend, or a Mask"),
+    "cache": ((transformers.Cache,), "a manyheads.Cache, or one of transformers"),
+    "context": ((Tensor,), "a tensor [B, S, D']"),
+    "context_mask": ((Tensor,), "a bool tensor [B, S]"),
+    "links": ((Links,), "a manyheads.Links"),
+}
+"""What a pass takes."""
+
+
+def check_pass(x: Tensor, dim: int, **given: Any) -> None:
+    """Refuse an argument of another kind (each but x may be None), and a batch of nothing."""
+    for name, value in (("x", x), *given.items()):
+        kinds, said = _KINDS[name]
+        if not isinstance(value, kinds) and (value is not None or name == "x"):
+            raise ValueError(f"{name} is {said}, not a {type(value).__name__}")
+    if x.ndim != 3 or x.shape[-1] != dim:
+        raise ValueError(f"x has shape {tuple(x.shape)}; this layer takes [batch, tokens, {dim}]")
+    if not x.shape[0]:
+        raise ValueError("x is a batch of 0; a pass has one sequence or more")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from manyheads.core import fla
 from manyheads.core.cache import Entry, State
+from manyheads.core.check import OptionError, check_whole
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Bias, Call, Out, Plan, Term, merge
@@ -62,6 +63,14 @@ FACTS = {
 }
 """What a part may need, give, break or keep. Combinations are judged from these alone."""
 
+PLACES: Mapping[str, str] = {
+    "causal": "a causal layer",
+    "bidirectional": "an encoder or cross-attention",
+    "self": "self-attention",
+    "own rows": "a layer that writes its own rows",
+}
+"""Where the facts hold that a site has or has not (see `Site.facts`)."""
+
 STAGE_NEEDS: Mapping[Stage, frozenset[str]] = dict.fromkeys(
     ("transform", "position", "select", "attend"), frozenset({"scores"})
 )
@@ -71,10 +80,6 @@ STAGE_BREAKS: Mapping[Stage, frozenset[str]] = {
     "position": frozenset({"positive"}),
 }
 """What every part of a stage needs, and what it breaks unless it spares it."""
-
-
-class OptionError(ValueError):
-    """An option, or a combination of numbers, that a part cannot honour."""
 
 
 class Heads(NamedTuple):
@@ -109,6 +114,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def start(cls, dim: int, heads: int) -> Heads:
+        check_whole(dim=dim, heads=heads)
         width = dim // heads
         return cls(dim, heads, heads, width, width, heads, width, 1.0)
 
@@ -126,15 +132,7 @@ class Heads(NamedTuple):
         return len(range(self.qk_width)[self.content])
 
 
-class Site(NamedTuple):
-    """Where a layer sits.
-
-    layer: its number, counted on where a stack runs its blocks several times. kv_source: the earlier layer whose cached
-    rows this one reads instead of its own. attn_source: the earlier layer by whose attention weights this one weighs
-    its own values. lends: whether a later layer does so by the weights of this one. shared: gives modules that the
-    stack owns, by name (see `borrow`).
-    """
-
+class _Site(NamedTuple):
     layer: int = 0
     layers: int = 1
     causal: bool = True
@@ -145,6 +143,29 @@ class Site(NamedTuple):
     attn_source: int | None = None
     lends: bool = False
     shared: Callable[[str, Callable[[], nn.Module]], nn.Module] | None = None
+
+
+class Site(_Site):
+    """Where a layer sits.
+
+    layer: its number, counted on where a stack runs its blocks several times; cross-attention is numbered after all
+    other layers. kv_source: the earlier layer whose cached rows this one reads instead of its own. attn_source: the
+    earlier layer by whose attention weights this one weighs its own values. lends: whether a later layer does so by the
+    weights of this one. shared: gives modules that the stack owns, by name (see `borrow`).
+    """
+
+    __slots__ = ()
+
+    def __init__(self, *args: Any, **fields: Any) -> None:  # the tuple is made by then
+        check_whole(layers=self.layers)
+        check_whole(0, layer=self.layer)
+        last = (2 * self.layers if self.cross else self.layers) - 1
+        if self.layer > last:
+            raise OptionError(f"layer={self.layer} of layers={self.layers}; it may be 0 to {last}")
+        given = {"context_dim": self.context_dim, "max_len": self.max_len}
+        check_whole(**{name: value for name, value in given.items() if value is not None})
+        sources = {"kv_source": self.kv_source, "attn_source": self.attn_source}
+        check_whole(0, **{name: value for name, value in sources.items() if value is not None})
 
     def share(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
         """The stack's module of that name, which the first who asks makes; in a lone layer, one of its own.

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import typing
 from importlib import import_module
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from manyheads.core.part import STAGES, OptionError, Part
@@ -70,10 +71,21 @@ def find(name: str) -> type[Part]:
     """The part of that name; an unknown one raises with the nearest names."""
     parts = all_parts()
     if name not in parts:
-        near = difflib.get_close_matches(name.lower(), [*parts, *_PRESETS], n=3)
+        near = _near(name.lower(), [*parts, *_PRESETS])
         said = f"did you mean {' or '.join(near)}?" if near else "`manyheads list` shows what there is"
         raise OptionError(f"no part {name!r}; {said}")
     return parts[name]
+
+
+def _near(name: str, known: list[str]) -> list[str]:
+    """The three likeliest names, and those that are as likely as the third."""
+
+    def off(each: str) -> tuple[float, int]:
+        ratio = difflib.SequenceMatcher(None, each, name).ratio()
+        return -round(ratio, 3), sum(a != b for a, b in zip_longest(each, name))
+
+    near = sorted(difflib.get_close_matches(name, known, n=12), key=off)
+    return [each for each in near if off(each) <= off(near[:3][-1])]
 
 
 def all_parts() -> dict[str, type[Part]]:
@@ -110,4 +122,11 @@ def options(part: type) -> dict[str, dict[str, Any]]:
 
 
 def _type(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    """In the grammar of specs: `int | none`, `linear | norm`, `[int]`."""
+    if typing.get_origin(hint) is tuple:
+        return f"[{_type(typing.get_args(hint)[0])}]"
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(str, typing.get_args(hint)))
+    if typing.get_args(hint):
+        return " | ".join(map(_type, typing.get_args(hint)))
+    return "none" if hint is type(None) else hint.__name__

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manyheads.core.check import check_top
 from manyheads.core.flow import Flow
-from manyheads.core.part import OptionError
 
 Renorm = Literal["none", "detach", "full"]
 
@@ -89,8 +89,7 @@ class Router(nn.Module):
         self, dim: int, experts: int, top: int, *, noisy: bool = False, sample: int = 0, bias: bool = False
     ) -> None:
         super().__init__()
-        if not 1 <= top <= experts:
-            raise OptionError(f"top={top} of {experts} experts; top may be 1 to {experts}")
+        check_top(top, experts)
         self.top, self.sample = top, sample
         self.score = nn.Linear(dim, experts, bias=bias)
         self.noise = nn.Linear(dim, experts, bias=False) if noisy else None

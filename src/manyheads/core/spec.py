@@ -11,14 +11,16 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from manyheads.core.cost import Cost
 from manyheads.core.part import (
     FACTS,
     NONE,
+    PLACES,
     STAGE_BREAKS,
     STAGE_NEEDS,
     STAGES,
@@ -58,6 +60,11 @@ class Spec:
 
         A scan knows the order of tokens without it.
         """
+        spec = self._whole(site)
+        spec.check(site)
+        return spec
+
+    def _whole(self, site: Site) -> Spec:
         parts = sorted(self.parts, key=lambda part: STAGES.index(part.stage))
         stages = {part.stage for part in parts}
         if "project" not in stages:
@@ -65,21 +72,44 @@ class Spec:
         scores = all("scores" not in part.breaks for part in parts)
         if "position" not in stages and scores and site.causal and not site.cross:
             parts.append(find("rope")())
-        spec = Spec(tuple(sorted(parts, key=lambda part: STAGES.index(part.stage))))
-        spec.check(site)
-        return spec
+        return Spec(tuple(sorted(parts, key=lambda part: STAGES.index(part.stage))))
 
     def check(self, site: Site) -> None:
-        """Judge the combination from slots and facts alone, left to right."""
+        """Judge the combination from slots and facts alone, left to right; a refusal says what is legal instead."""
+        refusal = self._refusal(site)
+        if refusal is None:
+            return
+        nearest = [refusal.hint] if refusal.hint else [refusal.place, *(f"'{spec}'" for spec in self._nearest(site))]
+        said = " or ".join(filter(None, nearest))
+        raise SpecError(refusal.why + (f"; nearest legal: {said}" if said else ""))
+
+    def _nearest(self, site: Site) -> list[Spec]:
+        """What is legal with as few parts less as possible, each of them a party to the quarrel that it ends."""
+        tried: list[Spec] = [self]
+        seen = set(tried)
+        while tried:
+            found = [(spec, spec._refusal(site)) for spec in tried]
+            if legal := [spec for spec, refusal in found if refusal is None]:
+                return legal
+            less = dict.fromkeys(
+                Spec(tuple(each for each in spec.parts if each is not part))._whole(site)
+                for spec, refusal in found
+                for part in (refusal.parties if refusal else ())
+            )
+            tried = [spec for spec in less if spec not in seen]
+            seen.update(tried)
+        return []
+
+    def _refusal(self, site: Site) -> _Refusal | None:
         taken: dict[str, Part] = {}
         facts = site.facts
         broken: dict[str, Part] = {}
         kept: dict[str, Part] = {}
+        projects = [part for part in self.parts if part.stage == "project"]
         for part in self.parts:
             if part.slot is not None and part.slot in taken:
-                raise SpecError(
-                    f"{taken[part.slot].name!r} and {part.name!r} both take the slot {part.slot!r}; keep one of them"
-                )
+                other = taken[part.slot]
+                return _Refusal(f"{other.name!r} and {part.name!r} both take the slot {part.slot!r}", (part, other))
             for fact in sorted((part.needs | STAGE_NEEDS.get(part.stage, NONE)) - facts):
                 before = " + ".join(other.name for other in self.parts[: self.parts.index(part)])
                 why = "which nothing here gives" + (f" ({before})" if before else "")
@@ -87,19 +117,15 @@ class Spec:
                 hint = part.hint.get(fact)
                 for other in self.parts:
                     hint = other.hint.get(f"gives {fact}", hint)
-                raise SpecError(
-                    f"{part.name!r} needs {fact!r} ({FACTS[fact]}), {why}"
-                    + (f"; nearest legal: {hint}" if hint else "")
-                )
+                place = None if fact in broken else PLACES.get(fact)
+                parties = (part, broken[fact]) if fact in broken else (part,) if place else (part, *projects)
+                return _Refusal(f"{part.name!r} needs {fact!r} ({FACTS[fact]}), {why}", parties, hint, place)
             breaks = part.breaks | (STAGE_BREAKS.get(part.stage, NONE) - part.spares)
             breaks |= {"cached heads"} if part.at == "read" else NONE
             breaks |= {"values alone"} if part.stage == "transform" and not part.scores_only else NONE
             for fact in sorted(breaks & kept.keys()):
-                hint = kept[fact].hint.get(fact)
-                raise SpecError(
-                    f"{part.name!r} breaks {fact!r} ({FACTS[fact]}), which {kept[fact].name!r} relies on"
-                    + (f"; nearest legal: {hint}" if hint else "")
-                )
+                why = f"{part.name!r} breaks {fact!r} ({FACTS[fact]}), which {kept[fact].name!r} relies on"
+                return _Refusal(why, (part, kept[fact]), kept[fact].hint.get(fact))
             if part.slot is not None:
                 taken[part.slot] = part
             broken.update(dict.fromkeys(breaks & facts, part))
@@ -107,19 +133,22 @@ class Spec:
             facts = (facts - breaks) | part.gives
         for fact in sorted(site.needs - facts):
             why = f"{broken[fact].name!r} breaks" if fact in broken else f"nothing here gives ({self})"
-            raise SpecError(
-                f"a layer that takes its attention weights from another needs {fact!r} ({FACTS[fact]}), which {why}"
-            )
-        if sum(part.stage == "project" for part in self.parts) != 1:
-            names = [part.name for part in self.parts if part.stage == "project"]
-            raise SpecError(f"a spec has one projection, this one has {names or 'none'}")
+            why = f"a layer that takes its attention weights from another needs {fact!r} ({FACTS[fact]}), which {why}"
+            return _Refusal(why, (broken[fact],) if fact in broken else ())
+        if len(projects) != 1:
+            names = [part.name for part in projects]
+            return _Refusal(f"a spec has one projection, this one has {names or 'none'}", tuple(projects))
+        return None
 
     def layouts(self, dim: int, heads: int, site: Site) -> list[tuple[Part, Heads, Heads]]:
         """Each part with the layout before and after it; the projection's `after` carries what later parts settle."""
         now = Heads.start(dim, heads)
         steps: list[tuple[Part, Heads, Heads]] = []
         for part in self.parts:
-            after = part.layout(now, site)
+            try:
+                after = part.layout(now, site)
+            except OptionError as error:
+                raise type(error)(_named(part.name, error)) from None
             if part.stage == "transform" and part.at == "read":
                 after = after._replace(read=True)
             steps.append((part, now, after))
@@ -150,11 +179,14 @@ class Spec:
         return {stage: [part for part in self.parts if part.stage == stage] for stage in STAGES}
 
 
-def read_one(line: str, lookup: Callable[[str], type]) -> Any:
+def read_one(line: str, lookup: Callable[[str], type], what: str = "what is wanted") -> Any:
     """One `name(option=value, …)`, made from the dataclass that `lookup` finds; an error points at the token.
 
     The first option may go without its name, the first `unnamed` ones where the dataclass says so.
+    what: the argument that the line is.
     """
+    if not isinstance(line, str):
+        raise SpecError(f"{what} is a line of text such as 'name(option=3)', not {line!r}")
     return _Parser(line, lookup).one()
 
 
@@ -168,12 +200,27 @@ def printed(part: Any) -> str:
     return part.name + (f"({', '.join(changed)})" if changed else "")
 
 
+def _named(name: str, error: OptionError) -> str:
+    """What a part says of its options, with its name once."""
+    said = str(error)
+    return said if said.startswith((f"{name}:", f"{name}(")) else f"{name}: {said}"
+
+
 def _value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_value(each) for each in value) + "]"
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return repr(value) if isinstance(value, float) else str(value)
+
+
+class _Refusal(NamedTuple):
+    """Why parts do not go together. parties: the parts of which one is to go; place: where the first of them fits."""
+
+    why: str
+    parties: tuple[Part, ...]
+    hint: str | None = None
+    place: str | None = None
 
 
 _SAID = {"part": "a part", "word": "a word", "number": "a number", "end": "the end"}
@@ -215,8 +262,12 @@ class _Parser:
 
     def parts(self) -> Iterator[Part]:
         while True:
+            at = self.tokens[self.next][2]
             made = self._part()
-            yield from (made,) if isinstance(made, Part) else made.parts()
+            try:
+                yield from (made,) if isinstance(made, Part) else made.parts()
+            except OptionError as error:  # of a line that the user has not written
+                raise self._error(at, f"{made.name}: {str(error).splitlines()[0]}") from None
             if self.tokens[self.next][0] == "end":
                 return
             self._take("+")
@@ -240,10 +291,15 @@ class _Parser:
                 if self.tokens[self.next][1] != ")":
                     self._take(",", *([")"] if self.tokens[self.next][0] == "end" else []))
             self._take(")")
+        fields = dataclasses.fields(part)
+        missing = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in given]
+        if missing:
+            line = f"{name}({', '.join(f'{each}=…' for each in missing)})"
+            raise self._error(at, f"{name!r} needs {' and '.join(missing)}: {line}")
         try:
             return part(**given)
-        except (TypeError, OptionError) as error:
-            raise self._error(at, f"{name}: {error}") from None
+        except OptionError as error:
+            raise self._error(at, _named(name, error)) from None
 
     def _option(self, part: type, given: dict[str, Any]) -> None:
         fields = [field.name for field in dataclasses.fields(part)]
@@ -294,13 +350,14 @@ def _fit(value: Any, hint: Any) -> Any:
     """The value as the option's type wants it, or a ValueError that says what would fit."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        errors = []
-        for choice in typing.get_args(hint):
-            try:
+        choices = typing.get_args(hint)
+        lists = [choice for choice in choices if typing.get_origin(choice) is tuple]
+        for choice in choices:
+            with suppress(ValueError):
                 return _fit(value, choice)
-            except ValueError as error:
-                errors.append(str(error))
-        raise ValueError(" and ".join(dict.fromkeys(errors)))
+        if isinstance(value, tuple) and lists:
+            return _fit(value, lists[0])  # says which of its values does not fit
+        raise ValueError(f"{_value(value)} is not {' or '.join(map(_wanted, choices))}")
     if origin is Literal:
         choices = typing.get_args(hint)
         value = "none" if value is None and "none" in choices else value
@@ -309,14 +366,23 @@ def _fit(value: Any, hint: Any) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, tuple):
-            raise ValueError(f"{_value(value)} is not a list [...]")
+            raise ValueError(f"{_value(value)} is not {_wanted(hint)}")
         return tuple(_fit(each, typing.get_args(hint)[0]) for each in value)
     if hint is type(None):
         if value is not None:
-            raise ValueError(f"{_value(value)} is not none")
+            raise ValueError(f"{_value(value)} is not {_wanted(hint)}")
         return None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ValueError(f"{_value(value)} is not {'an int' if hint is int else f'a {hint.__name__}'}")
+        raise ValueError(f"{_value(value)} is not {_wanted(hint)}")
     return value
+
+
+def _wanted(hint: Any) -> str:
+    """What an option's type takes, in words."""
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, typing.get_args(hint)))}"
+    if typing.get_origin(hint) is tuple:
+        return "a list [...]"
+    return "none" if hint is type(None) else "an int" if hint is int else f"a {hint.__name__}"

@@ -26,11 +26,14 @@ class GELUFeed(Feed):
     name: ClassVar[str] = "gelu"
     paper: ClassVar[str] = "arXiv 1606.08415"
 
+    def width(self, dim: int, hidden: int | None = None) -> int:
+        return hidden or default_hidden(dim, "gelu")
+
     def build(self, dim: int, hidden: int | None, site: Site) -> MLP:
-        return MLP(dim, hidden)
+        return MLP(dim, self.width(dim, hidden))
 
     def cost(self, dim: int, hidden: int | None, site: Site) -> Cost:
-        hidden = hidden or default_hidden(dim, "gelu")
+        hidden = self.width(dim, hidden)
         return Cost(2 * dim * hidden + hidden + dim, token_flops=4 * dim * hidden)
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
+from manyheads.core.check import check_top
 from manyheads.core.cost import Cost
 from manyheads.core.experts import Act, Experts, default_hidden, experts_cost, matrices
 from manyheads.core.feed import Feed, FeedPiece
@@ -54,8 +55,7 @@ class MHMoE(Feed):
     z: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top <= self.experts:
-            raise OptionError(f"top={self.top} of experts={self.experts}; top may be 1 to {self.experts}")
+        check_top(self.top, self.experts)
         if self.heads < 1 or self.shared_hidden < 0 or (self.hidden is not None and self.hidden < 1):
             raise OptionError(f"heads={self.heads}, hidden={self.hidden}, shared_hidden={self.shared_hidden}")
 
@@ -87,7 +87,7 @@ class MHMoE(Feed):
             fits = [heads for heads in range(1, min(dim, 16) + 1) if dim % heads == 0]
             raise OptionError(f"mh_moe: dim={dim} is no multiple of heads={self.heads}; heads may be {fits}")
 
-    def width(self, dim: int, hidden: int | None) -> int:
+    def width(self, dim: int, hidden: int | None = None) -> int:
         """Channels of one expert."""
         return self.hidden or hidden or default_hidden(dim // self.heads, self.act)
 

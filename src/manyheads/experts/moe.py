@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from manyheads.core.check import check_top
 from manyheads.core.cost import Cost
 from manyheads.core.experts import Act, Experts, default_hidden, experts_cost
 from manyheads.core.feed import Feed, FeedPiece
@@ -64,8 +65,7 @@ class MoE(Feed):
     sample: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top <= self.experts:
-            raise OptionError(f"top={self.top} of experts={self.experts}; top may be 1 to {self.experts}")
+        check_top(self.top, self.experts)
         if not 0 <= self.sample <= self.top:
             raise OptionError(f"sample={self.sample} of top={self.top}; sample may be 0 to {self.top}")
         if self.shared < 0 or (self.hidden is not None and self.hidden < 1):
@@ -77,7 +77,7 @@ class MoE(Feed):
     def steady(self) -> bool:
         return self.capacity is None and not self.noisy and not self.sample
 
-    def width(self, dim: int, hidden: int | None) -> int:
+    def width(self, dim: int, hidden: int | None = None) -> int:
         """Channels of one expert."""
         return self.hidden or hidden or default_hidden(dim, self.act)
 

@@ -18,6 +18,9 @@ class NoFeed(Feed):
 
     name: ClassVar[str] = "none"
 
+    def width(self, dim: int, hidden: int | None = None) -> None:
+        return None
+
     def build(self, dim: int, hidden: int | None, site: Site) -> None:
         return None
 

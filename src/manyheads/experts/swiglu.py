@@ -26,11 +26,14 @@ class SwiGLUFeed(Feed):
     name: ClassVar[str] = "swiglu"
     paper: ClassVar[str] = "arXiv 2002.05202"
 
+    def width(self, dim: int, hidden: int | None = None) -> int:
+        return hidden or default_hidden(dim, "swiglu")
+
     def build(self, dim: int, hidden: int | None, site: Site) -> SwiGLU:
-        return SwiGLU(dim, hidden)
+        return SwiGLU(dim, self.width(dim, hidden))
 
     def cost(self, dim: int, hidden: int | None, site: Site) -> Cost:
-        weights = 3 * dim * (hidden or default_hidden(dim, "swiglu"))
+        weights = 3 * dim * self.width(dim, hidden)
         return Cost(weights, token_flops=2 * weights)
 
 

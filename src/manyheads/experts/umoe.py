@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from manyheads.core.check import check_top
 from manyheads.core.cost import Cost
 from manyheads.core.experts import Act, Experts, borrow_experts, experts_cost, shared_cost
 from manyheads.core.feed import Feed, FeedPiece
@@ -48,12 +49,11 @@ class UMoEFeed(Feed):
     act: Act = "silu"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top <= self.experts:
-            raise OptionError(f"top={self.top} of experts={self.experts}; top may be 1 to {self.experts}")
+        check_top(self.top, self.experts)
         if self.fixed < 0 or (self.hidden is not None and self.hidden < 1):
             raise OptionError(f"fixed={self.fixed}, hidden={self.hidden}; at least 0 and 1")
 
-    def width(self, dim: int) -> int:
+    def width(self, dim: int, hidden: int | None = None) -> int:
         return dim // 4 if self.hidden is None else self.hidden
 
     def check(self, dim: int, hidden: int | None, site: Site) -> None:

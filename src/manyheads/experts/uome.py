@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from manyheads.core.check import check_top
 from manyheads.core.cost import Cost
 from manyheads.core.experts import Act, Experts, default_hidden, experts_cost
 from manyheads.core.feed import Feed, FeedPiece
@@ -54,14 +55,13 @@ class UoME(Feed):
     balance: bool = False
 
     def __post_init__(self) -> None:
-        if self.experts < 1 or not 1 <= self.active <= self.experts:
-            raise OptionError(f"top={self.top} of experts={self.experts}; top may be 1 to {self.experts}")
+        check_top(self.active, self.experts)
 
     @property
     def active(self) -> int:
         return max(1, self.experts // 2) if self.top is None else self.top
 
-    def width(self, dim: int, hidden: int | None) -> int:
+    def width(self, dim: int, hidden: int | None = None) -> int:
         """Channels of all experts together."""
         return self.hidden or hidden or default_hidden(dim, self.act)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from manyheads.core.check import check_whole
 from manyheads.core.spec import printed
 from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.loops import Turns
@@ -72,6 +73,8 @@ class ManyheadsConfig(PreTrainedConfig):
         if base is None:
             for name, default in OWN.items():
                 setattr(self, name, kwargs.pop(name, default))
+            names = ("vocab_size", "hidden_size", "num_hidden_layers", "loops")
+            check_whole(**{name: getattr(self, name) for name in names})
             ffns = per_layer(self.ffn, self.num_hidden_layers, "feed-forwards")
             lines = [str(feed) for feed in check_ffns(ffns, self.hidden_size, self.intermediate_size)]
             self.ffn = lines if isinstance(self.ffn, list | tuple) else lines[0]
@@ -81,7 +84,8 @@ class ManyheadsConfig(PreTrainedConfig):
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 kwargs.setdefault(name, getattr(base, name, None))
         layers = self.num_hidden_layers
-        self.heads = head_counts(heads or self.num_attention_heads, self.hidden_size, layers)
+        what, counts = ("num_attention_heads", self.num_attention_heads) if heads is None else ("heads", heads)
+        self.heads = head_counts(counts, self.hidden_size, layers, what)
         turns = Turns.of(specs, self.heads, kv_source, attn_source, self.loops if base is None else 1)
         turns.check(self.hidden_size, layers)
         self.kv_source, self.attn_source = turns.kv_source[:layers], turns.attn_source[:layers]

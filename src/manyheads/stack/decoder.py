@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from manyheads.core.check import check_whole
 from manyheads.stack.stack import Stack
 
 
@@ -24,6 +25,7 @@ class Decoder(nn.Module):
         eps: float = 1e-6, std: float = 0.02, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_whole(vocab=vocab, dim=dim)
         self.embedding = nn.Embedding(vocab, dim)
         self.stack = Stack(specs, dim, heads, layers, causal=True, eps=eps, std=std, **options)
         self.norm = nn.RMSNorm(dim, eps)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from manyheads.core.check import check_whole
 from manyheads.stack.stack import Stack
 
 
@@ -18,7 +19,8 @@ class Encoder(nn.Module):
     Positions enter only where a spec says how, such as `rope`.
 
     Args:
-        vocab: None for a model of feature vectors. std: of the first weights. Others as in `Stack`.
+        vocab: None for a model of feature vectors (so it comes by name; a `Decoder`'s comes first). std: of the first
+            weights. Others as in `Stack`.
     """
 
     def __init__(
@@ -26,7 +28,9 @@ class Encoder(nn.Module):
         eps: float = 1e-6, std: float = 0.02, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.embedding = nn.Embedding(vocab, dim) if vocab else None
+        if vocab is not None:
+            check_whole(vocab=vocab, dim=dim)
+        self.embedding = None if vocab is None else nn.Embedding(vocab, dim)
         self.stack = Stack(specs, dim, heads, layers, causal=False, eps=eps, std=std, **options)
         self.norm = nn.RMSNorm(dim, eps)
         if self.embedding is not None:

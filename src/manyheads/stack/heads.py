@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from manyheads.core.part import OptionError
+from manyheads.core.check import OptionError, check_whole
 from manyheads.core.spec import printed, read_one
 from manyheads.stack.sources import per_layer
 
@@ -123,15 +123,19 @@ HeadCounts = int | str | Sequence[int] | Schedule
 """One count for all layers, one a layer, or a schedule or its text, such as `step(3, 6, switch=4)`."""
 
 
-def head_counts(heads: HeadCounts, dim: int, layers: int) -> list[int]:
-    """Query heads of each layer."""
+def head_counts(heads: HeadCounts, dim: int, layers: int, what: str = "heads") -> list[int]:
+    """Query heads of each layer. what: the argument they are."""
     if isinstance(heads, str):
         numbers = [each.strip() for each in heads.strip().strip("[]").split(",")]
         if not all(each.isdigit() for each in numbers):
             heads = cast(Schedule, read_one(heads, _find))
         else:
             heads = [int(each) for each in numbers] if len(numbers) > 1 else int(heads)
-    return heads.counts(dim, layers) if isinstance(heads, Schedule) else per_layer(heads, layers, "head counts")
+    counts = heads.counts(dim, layers) if isinstance(heads, Schedule) else per_layer(heads, layers, "head counts")
+    counts = cast("list[int]", counts)
+    for count in counts:
+        check_whole(**{what: count})
+    return counts
 
 
 def divisors(dim: int) -> list[int]:

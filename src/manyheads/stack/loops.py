@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from manyheads.attention import Attention
+from manyheads.core.check import check_whole
 from manyheads.core.part import OptionError, Site
 from manyheads.core.spec import Spec
 from manyheads.stack.bank import Bank, shapes
@@ -33,16 +34,19 @@ class Turns(NamedTuple):
         cls, specs: str | Spec | Sequence[str | Spec], heads: list[int], kv_source: Map, attn_source: Map, loops: int
     ) -> Turns:
         """From heads and sources of one loop, and specs: one, one a layer, or one for each layer of each loop."""
-        if loops < 1:
-            raise ValueError(f"loops={loops}; the blocks run once or more")
+        check_whole(loops=loops)
         layers = len(heads)
-        if isinstance(specs, (str, Spec)) or len(specs) != layers * loops:
+        if isinstance(specs, str) or not isinstance(specs, Sequence) or len(specs) != layers * loops:
             specs = per_layer(specs, layers, "specs") * loops
         firsts = range(0, layers * loops, layers)
         lines = [line for first in firsts for line in specs_of(kv_source, specs[first : first + layers])]
+        sources = {"kv_source": sources_of(kv_source, layers), "attn_source": sources_of(attn_source, layers)}
+        for name, given in sources.items():
+            for at in given:
+                if at is not None:
+                    check_whole(0, **{name: at})
         rows, weights = (
-            [None if at is None else at + first for first in firsts for at in sources_of(source, layers)]
-            for source in (kv_source, attn_source)
+            [None if at is None else at + first for first in firsts for at in given] for given in sources.values()
         )
         return cls(lines, heads * loops, rows, weights)
 

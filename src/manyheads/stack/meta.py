@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from manyheads.core.check import check_whole
 from manyheads.core.mask import Axis, Mask
 
 
@@ -21,8 +22,7 @@ class MetaTokens(nn.Module):
 
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
-        if count < 1:
-            raise ValueError(f"meta={count} tokens before every sequence; 0 for none, else 1 or more")
+        check_whole(meta=count)
         self.count = count
         self.tokens = nn.Parameter(torch.randn(count, dim))
 

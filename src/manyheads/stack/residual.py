@@ -20,8 +20,11 @@ class Residual(nn.Module):
     """What lies between sublayers. A stack of n of them starts with the embeddings x, and for each site 0 … n-1 reads
     the sublayer's input (before its norm) and adds its output; what it reads at site n is its own output.
 
-    The stream is whatever a residual keeps for the tokens of a pass: tensors, in tuples if there are several.
+    The stream is whatever a residual keeps for the tokens of a pass: tensors, in tuples if there are several. line: the
+    name by which a spec of a stack asks for it.
     """
+
+    line: ClassVar[str]
 
     def reset_parameters(self) -> None:
         """First values of its own parameters."""
@@ -46,6 +49,8 @@ class Residual(nn.Module):
 
 class Sum(Residual):
     """The plain residual connection: every sublayer reads x plus all earlier outputs."""
+
+    line = "sum"
 
     def start(self, x: Tensor) -> Tensor:
         return x
@@ -106,6 +111,8 @@ class Route(nn.Module):
 class Routed(Residual):
     """Every sublayer reads a route over the embeddings and all earlier outputs, none of them summed."""
 
+    line = "mhar"
+
     def __init__(self, dim: int, sites: int, heads: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -135,6 +142,8 @@ class Delta(Residual):
 
     δ_j is the change of p over the j-th block of layers, once it is finished; n is learned, 0 at the start.
     """
+
+    line = "mhar(form=delta)"
 
     def __init__(self, dim: int, sites: int, ends: Iterable[int], heads: int, eps: float) -> None:
         super().__init__()
@@ -221,7 +230,7 @@ RESIDUALS: dict[str, type[Plain] | type[MHAR]] = {each.name: each for each in (P
 
 def read_residual(line: str | Plain | MHAR) -> Plain | MHAR:
     """The options that a text such as `mhar(heads=4)` names."""
-    return read_one(line, _find) if isinstance(line, str) else line
+    return line if isinstance(line, Plain | MHAR) else read_one(line, _find, "residual")
 
 
 def _find(name: str) -> type[Plain] | type[MHAR]:
@@ -245,7 +254,7 @@ def to_delta(model: M, heads: int = 8, blocks: int | None = None) -> M:
     made = MHAR(heads, "delta", blocks)
     for stack in stacks:
         if not isinstance(stack.residual, Sum):
-            raise ValueError(f"the residual is a {type(stack.residual).__name__} already; the delta form needs a sum")
+            raise ValueError(f"the residual is {stack.residual.line} already; the delta form takes over a sum")
         made.check(stack.dim, len(stack.sublayers))
     for stack in stacks:
         like = next(stack.parameters())

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from manyheads.attention import Attention
 from manyheads.core.cache import Cache
+from manyheads.core.check import check_share, check_whole
 from manyheads.core.cost import Cost
 from manyheads.core.feed import Feed
-from manyheads.core.flow import Links
+from manyheads.core.flow import Links, check_pass
 from manyheads.core.mask import Axis, Mask
 from manyheads.core.part import Site
 from manyheads.core.spec import Spec
@@ -69,9 +70,10 @@ class Stack(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if layers is None:
-            layers = 1 if isinstance(specs, (str, Spec)) else len(specs)
-        if layers < 1:
-            raise ValueError(f"a stack of {layers} layers; the smallest has 1")
+            layers = len(specs) if isinstance(specs, Sequence) and not isinstance(specs, str) else 1
+        check_whole(dim=dim, layers=layers, loops=loops)
+        check_whole(0, meta=meta)
+        check_share(dropout=dropout)
         turns = Turns.of(specs, head_counts(heads, dim, layers), kv_source, attn_source, loops)
         turns.check(dim, layers, causal)
         self.ffns, self.hidden = check_ffns(per_layer(ffn, layers, "feed-forwards"), dim, hidden, causal), hidden
@@ -142,7 +144,10 @@ class Stack(nn.Module):
 
     @property
     def ffn_cost(self) -> Cost:
-        """Parameters and FLOPs of the layers' feed-forwards; `active` of them serve a token."""
+        """Parameters and FLOPs of the layers' feed-forwards; `active` of them serve a token.
+
+        `cost + ffn_cost` is that of both: experts that they share are in each, and once in the sum.
+        """
         total = Cost()
         for feed, block in zip(self.ffns, cast(Sequence[Block], self.blocks), strict=True):
             cost = feed.cost(self.dim, self.hidden, block.attention.site)
@@ -165,6 +170,10 @@ class Stack(nn.Module):
 
         The tokens are described once (one `Axis`), so that what depends on them alone (rotations) is computed once.
         """
+        check_pass(
+            x, self.dim, positions=positions, mask=mask, cache=cache, context=context, context_mask=context_mask,
+            links=links,
+        )  # fmt: skip
         if self.cross != (context is not None):
             raise ValueError(f"this stack {'needs a context' if self.cross else 'takes no context'}")
         links = Links() if links is None else links

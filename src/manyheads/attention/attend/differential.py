@@ -54,13 +54,16 @@ class Differential(Part):
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.ratio < 1:
             raise OptionError(f"differential: ratio={self.ratio} signal heads for a noise head; at least 1")
-        noise, rest = divmod(heads.q, self.ratio + 1)
-        pairs, odd = divmod(heads.kv, 2)
-        if rest or odd or not pairs or noise % pairs:
+        if not _splits(self.ratio, heads.q, heads.kv):
+            ratios = [each for each in range(1, heads.q) if _splits(each, heads.q, heads.kv)]
+            keys = [each for each in range(2, heads.q + 1) if _splits(self.ratio, heads.q, each)]
+            fits = [f"ratio may be {ratios}"] * bool(ratios) + [f"key heads {keys}"] * bool(keys)
             raise OptionError(
                 f"differential(ratio={self.ratio}): {heads.q} query and {heads.kv} key heads do not split; query heads "
                 f"must be a multiple of {self.ratio + 1}, key heads even, and half of them must divide the noise heads"
+                + (f": {' or '.join(fits)}" if fits else "")
             )
+        noise = heads.q // (self.ratio + 1)
         return heads._replace(out=noise * self.ratio, out_width=2 * heads.v_width, grouped=False)
 
     def build(self, before: Heads, after: Heads, site: Site) -> DifferentialAttend:
@@ -68,6 +71,11 @@ class Differential(Part):
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         return Cost(4 * before.qk_width, pair_flops=2 * before.q * before.v_width)
+
+
+def _splits(ratio: int, q: int, kv: int) -> bool:
+    """Whether query heads fall into groups of `ratio` and one, and key heads into pairs that divide the groups."""
+    return q % (ratio + 1) == kv % 2 == 0 < kv and q // (ratio + 1) % (kv // 2) == 0
 
 
 class DifferentialAttend(Piece):

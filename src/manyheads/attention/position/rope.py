@@ -84,8 +84,22 @@ class Rope(Part):
                     f"rope: pair {max(self.pairs)} is beyond a table of {self.table(width) // 2}; give of={{width}}"
                 )
         if width % 2:
-            raise OptionError(f"rope: {width} rotary channels do not pair up; use {width - 1} or {width + 1}")
+            raise OptionError(self._odd(heads, last - first, width))
         return heads._replace(rotary=slice(first, first + width) if width else None)
+
+    def _odd(self, heads: Heads, rotary: int, width: int) -> str:
+        """What would fit in place of an odd number of channels."""
+        even = " or ".join(str(each) for each in (width - 1, width + 1) if each)
+        if width != rotary:
+            how = f"fraction={self.fraction} of {rotary}; {even} of them would do"
+        elif width * heads.q == heads.dim:
+            counts = [each for each in range(1, heads.dim + 1) if heads.dim % (2 * each) == 0]
+            how = f"dim={heads.dim} over heads={heads.q}; " + (f"heads may be {counts}, or " if counts else "")
+            how += f"head_dim {even}"
+        else:
+            how = f"the projection's head_dim, rope_dim or the like may give {even}"
+        odd = f"{width} channel{'s' * (width > 1)} of a head cannot turn in pairs"
+        return f"rope: {odd} ({how}); rope(none) leaves rotation out"
 
     def build(self, before: Heads, after: Heads, site: Site) -> RopePosition:
         return RopePosition(self)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from manyheads.attention.latent import LatentProject, latent_cost, latent_widths, views_of
+from manyheads.core.check import check_whole
 from manyheads.core.cost import Cost
 from manyheads.core.part import Heads, Part, Site
 from manyheads.core.registry import register
@@ -72,6 +73,7 @@ class MLA(Part):
         return latent_widths(self.name, heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
 
     def layout(self, heads: Heads, site: Site) -> Heads:
+        check_whole(0, q_rank=self.q_rank)
         _, nope, rope, v = self.widths(heads)
         width = nope + rope
         scale = width**-0.5 if self.scale is None else self.scale

@@ -40,7 +40,7 @@ class SQA(Part):
         kind: which member of the family sets the default numbers of heads, as shares of H for queries and keys: `sqa`
             1/2 and 1/4, `ssqa` (symmetric) 1/2 and 1/2, `xsqa` (extreme) 1/4 and 1/4, `xsmqa` 1/4 and one key head,
             `lsqa` (light) 3/4 and 1/4, `rsqa` (reverse) 1/4 and 1/2; the key heads of the last two are a choice.
-        q_heads, kv_heads: by hand; the larger must be a multiple of the smaller. head_dim: default D/H.
+        q_heads, kv_heads: by hand, H at most; the larger must be a multiple of the smaller. head_dim: default D/H.
         bias: which projections have one. The authors' W_O has one by its framework's default.
 
     Source: Filipek 2025, arXiv 2510.01817.
@@ -72,8 +72,14 @@ class SQA(Part):
                 f"number of heads such as {heads.q // 4 * 4 or 4}"
             )
         q, kv = int(q), int(kv)
-        if q < 1 or kv < 1 or max(q, kv) % min(q, kv):
-            raise OptionError(f"sqa: q_heads={q}, kv_heads={kv}; the larger must be a multiple of the smaller")
+        for name, given in (("q_heads", q), ("kv_heads", kv)):
+            if not 1 <= given <= heads.q:
+                raise OptionError(f"sqa: {name}={given} of {heads.q} heads; it may be 1 to {heads.q}")
+        if max(q, kv) % min(q, kv):
+            both = ((q, self.q_heads, "q_heads", kv), (kv, self.kv_heads, "kv_heads", q))
+            said = [f"{name}={count}" + ("" if by else f" (by {self.kind})") for count, by, name, _ in both]
+            fits = [f"{name} may be {_fits(other, heads.q)}" for *_, name, other in both]
+            raise OptionError(f"sqa: {' and '.join(said)} do not divide each other; {' or '.join(fits)}")
         return q, kv
 
     def layout(self, heads: Heads, site: Site) -> Heads:
@@ -87,6 +93,11 @@ class SQA(Part):
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
         return grouped_cost(after, site, self.bias, self.counts(before)[0])
+
+
+def _fits(count: int, most: int) -> list[int]:
+    """The numbers of heads that divide this one, or are multiples of it."""
+    return [each for each in range(1, most + 1) if not max(each, count) % min(each, count)]
 
 
 class SQAProject(GQAProject):

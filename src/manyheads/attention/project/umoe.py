@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.core.cache import Entry
+from manyheads.core.check import check_top, check_whole
 from manyheads.core.cost import Cost, windows
 from manyheads.core.dispatch import group
 from manyheads.core.experts import Act, Experts, borrow_experts, experts_cost, shared_cost, through
@@ -63,11 +64,8 @@ class UMoE(Part):
     maps: Literal["expert", "one"] = "expert"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.top <= self.experts or self.fixed < 0 or self.top + self.fixed == 0:
-            raise OptionError(
-                f"top={self.top} of experts={self.experts} with fixed={self.fixed}; top may be "
-                f"{0 if self.fixed > 0 else 1} to {self.experts}"
-            )
+        check_whole(0, fixed=self.fixed)
+        check_top(self.top, self.experts, least=0 if self.fixed else 1)
 
     @property
     def needs(self) -> frozenset[str]:

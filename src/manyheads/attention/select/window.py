@@ -17,7 +17,8 @@ from manyheads.core.registry import register
 class Window(Part):
     """A query sees the `size` newest tokens up to itself (bidirectional: tokens nearer than `size` on both sides).
 
-    The cache keeps only rows that a later query can still see: size - 1 of them.
+    The cache keeps only rows that a later query can still see: size - 1 of them. Padding between tokens takes up places
+    in a window, so pad on the left.
 
     Options: size, one number, or a list with one for each head. first: so many tokens at the start of a document (by
     position) are seen at any distance, and stay in the cache: meta tokens, attention sinks.

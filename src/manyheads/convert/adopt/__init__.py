@@ -45,6 +45,10 @@ def adopt(model: PreTrainedModel) -> ManyheadsForCausalLM:
     """
     if isinstance(model, ManyheadsForCausalLM):
         return model
+    if not isinstance(model, PreTrainedModel):
+        raise AdoptError(
+            f"a {type(model).__name__} is not a transformers model; such as AutoModelForCausalLM.from_pretrained(…) is"
+        )
     config = adopted_config(model.config)
     olds = [old for _, _, old in attention_layers(model, config.attention_path)]
     put_attention(model, config.attention_path, [adopt_attention(old, config, i) for i, old in enumerate(olds)])

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from manyheads.core.check import check_top
 from manyheads.core.cost import Cost
 from manyheads.core.part import OptionError
 from manyheads.core.router import Routing, route
@@ -52,8 +53,7 @@ class Headwise(Options):
     def __post_init__(self) -> None:
         if min(self.heads, self.experts, self.rank) < 1:
             raise OptionError(f"heads={self.heads}, experts={self.experts} and rank={self.rank} must be positive")
-        if not 1 <= self.top <= self.experts:
-            raise OptionError(f"top={self.top} of {self.experts} experts; top may be 1 to {self.experts}")
+        check_top(self.top, self.experts)
 
     @property
     def scale(self) -> float:
