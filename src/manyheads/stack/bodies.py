@@ -62,8 +62,8 @@ class OwnBody(PreTrainedModel):
             config.vocab_size, config.specs, config.hidden_size, config.heads, config.num_hidden_layers,
             ffn=config.ffn, hidden=config.intermediate_size, kv_source=config.kv_source,
             attn_source=config.attn_source, residual=config.residual, loops=config.loops,
-            tied=config.tie_word_embeddings, eps=config.rms_norm_eps, dropout=config.attention_dropout,
-            std=config.initializer_range,
+            max_len=config.max_position_embeddings, tied=config.tie_word_embeddings, eps=config.rms_norm_eps,
+            dropout=config.attention_dropout, std=config.initializer_range,
         )  # fmt: skip
         mark_started(self.decoder)
         self.post_init()

@@ -70,6 +70,10 @@ class ManyheadsConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         self.base = base = AutoConfig.for_model(**base) if isinstance(base, dict) else base
+        if "meta" in kwargs:
+            raise ValueError(
+                "meta tokens are not rows of a transformers cache; `Decoder` and `Stack` have them (meta=)"
+            )
         if base is None:
             for name, default in OWN.items():
                 setattr(self, name, kwargs.pop(name, default))
@@ -87,7 +91,7 @@ class ManyheadsConfig(PreTrainedConfig):
         what, counts = ("num_attention_heads", self.num_attention_heads) if heads is None else ("heads", heads)
         self.heads = head_counts(counts, self.hidden_size, layers, what)
         turns = Turns.of(specs, self.heads, kv_source, attn_source, self.loops if base is None else 1)
-        turns.check(self.hidden_size, layers)
+        turns.check(self.hidden_size, layers, max_len=self.max_position_embeddings if base is None else None)
         self.kv_source, self.attn_source = turns.kv_source[:layers], turns.attn_source[:layers]
         lines = [str(spec) for spec in turns.specs]
         self.specs = lines[:layers] if lines == lines[:layers] * (len(lines) // layers) else lines

@@ -50,13 +50,13 @@ class Turns(NamedTuple):
         )
         return cls(lines, heads * loops, rows, weights)
 
-    def check(self, dim: int, layers: int, causal: bool = True) -> None:
+    def check(self, dim: int, layers: int, causal: bool = True, max_len: int | None = None) -> None:
         """As `check_layers`; later turns of a layer must also do with the weights of its first."""
-        check_layers(self.specs, dim, self.heads, self.kv_source, self.attn_source, causal)
+        check_layers(self.specs, dim, self.heads, self.kv_source, self.attn_source, causal, max_len)
         if len(self.specs) == layers:
             return
         with torch.device("meta"):
-            where = sites(self.kv_source, self.attn_source, causal)
+            where = sites(self.kv_source, self.attn_source, causal, max_len=max_len)
             places = zip(self.specs, self.heads, where, strict=True)
             every = [Attention(line, dim, heads, site=site) for line, heads, site in places]
         for layer in every[layers:]:

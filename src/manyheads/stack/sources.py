@@ -27,23 +27,26 @@ def per_layer(value: T | Sequence[T], layers: int, what: str) -> list[T]:
 
 def sites(
     kv_source: Sequence[int | None], attn_source: Sequence[int | None] | None = None, causal: bool = True,
-    bank: Bank | None = None,
+    bank: Bank | None = None, max_len: int | None = None,
 ) -> list[Site]:  # fmt: skip
     """Where each layer of a stack sits."""
     shared, layers = None if bank is None else bank.share, len(kv_source)
     taken = [None] * layers if attn_source is None else attn_source
     return [
-        Site(layer, layers, causal, kv_source=source, attn_source=taken[layer], lends=layer in taken, shared=shared)
+        Site(
+            layer, layers, causal, max_len=max_len, kv_source=source, attn_source=taken[layer], lends=layer in taken,
+            shared=shared,
+        )
         for layer, source in enumerate(kv_source)
-    ]
+    ]  # fmt: skip
 
 
 def check_layers(
     specs: Sequence[str | Spec], dim: int, heads: Sequence[int], kv_source: Sequence[int | None],
-    attn_source: Sequence[int | None] | None = None, causal: bool = True,
+    attn_source: Sequence[int | None] | None = None, causal: bool = True, max_len: int | None = None,
 ) -> None:  # fmt: skip
     """Raise a ValueError that names the layer whose spec does not fit, or the layers that cannot share."""
-    where = sites(kv_source, attn_source, causal)
+    where = sites(kv_source, attn_source, causal, max_len=max_len)
     _check_order("read the rows", kv_source)
     _check_order("take the attention weights", [site.attn_source for site in where])
     seen: set[tuple[str, int, int | None, int | None]] = set()

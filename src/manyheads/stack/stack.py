@@ -58,6 +58,7 @@ class Stack(nn.Module):
             (see `initialise`).
         checkpoint: compute the blocks again in backward instead of keeping their activations.
         meta: how many learned tokens stand before every sequence (see `MetaTokens`).
+        max_len: the longest sequence that there will be: what parts of a fixed length are made for, and held to.
     """
 
     def __init__(
@@ -65,22 +66,23 @@ class Stack(nn.Module):
         layers: int | None = None, *, ffn: str | Feed | Sequence[str | Feed] = "swiglu", hidden: int | None = None,
         causal: bool = True, cross: bool | str = False, context_dim: int | None = None,
         kv_source: Map = None, attn_source: Map = None,
-        residual: str | Plain | MHAR = "sum", loops: int = 1, meta: int = 0, eps: float = 1e-6, dropout: float = 0.0,
-        std: float = 0.02, checkpoint: bool = False,
+        residual: str | Plain | MHAR = "sum", loops: int = 1, meta: int = 0, max_len: int | None = None,
+        eps: float = 1e-6, dropout: float = 0.0, std: float = 0.02, checkpoint: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if layers is None:
             layers = len(specs) if isinstance(specs, Sequence) and not isinstance(specs, str) else 1
-        check_whole(dim=dim, layers=layers, loops=loops)
+        check_whole(dim=dim, layers=layers, loops=loops, **({} if max_len is None else {"max_len": max_len}))
         check_whole(0, meta=meta)
         check_share(dropout=dropout)
         turns = Turns.of(specs, head_counts(heads, dim, layers), kv_source, attn_source, loops)
-        turns.check(dim, layers, causal)
+        length = None if max_len is None else max_len + meta
+        turns.check(dim, layers, causal, length)
         self.ffns, self.hidden = check_ffns(per_layer(ffn, layers, "feed-forwards"), dim, hidden, causal), hidden
         self.dim, self.causal, self.loops = dim, causal, loops
         self.bank = Bank()
         self.blocks = nn.ModuleList()
-        where = sites(turns.kv_source, turns.attn_source, causal, self.bank)
+        where = sites(turns.kv_source, turns.attn_source, causal, self.bank, length)
         for line, count, site in zip(turns.specs, turns.heads, where, strict=True):
             beside = Site(
                 site.layers + site.layer, site.layers, causal=False, cross=True, context_dim=context_dim,
