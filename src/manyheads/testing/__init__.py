@@ -16,11 +16,10 @@ from manyheads.testing.conformance import (
     matrix,
     precision,
     samples,
-    shared_rows,
-    shared_weights,
     singles,
 )
 from manyheads.testing.feeds import FEED_LAWS, FeedCase, check_feed, feed_samples
+from manyheads.testing.sharing import shared_rows, shared_weights
 
 __all__ = [
     "FEED_LAWS",

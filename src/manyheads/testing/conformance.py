@@ -317,37 +317,6 @@ def cross(case: Case) -> None:
     hold(cache.bytes() == held, f"{cache.bytes()} bytes cached of a context of 5, priced at {held}")
 
 
-def shared_rows(case: Case) -> None:
-    """A layer that reads the rows of an earlier one decodes as it passes, and neither makes nor caches rows.
-
-    Not of `LAWS`: it builds the layer for another site.
-    """
-    owner, reader = (replace(case, site=site) for site in (Site(0, 2), Site(1, 2, kv_source=0)))
-    first, second, x, valid = owner.layer(), reader.layer(), case.x, case.valid
-
-    def both(cut: slice, cache: Cache | None) -> Tensor:
-        links, given = Links(), {"mask": valid[:, cut], "positions": case.positions[:, cut], "cache": cache}
-        y = first(x[:, cut], links=links, **given)
-        return second(x[:, cut] + y, links=links, **given)
-
-    full = both(slice(None), None)
-    for block in (1, 3):
-        cache = Cache()
-        with torch.no_grad():
-            outs = [both(slice(at, at + block), cache) for at in range(0, case.tokens, block)]
-        close(torch.cat(outs, 1)[valid], full[valid], f"blocks of {block}")
-        hold(not cache.site(1).growing and not cache.site(1).slots, "a reader caches rows")
-    full[valid].pow(2).sum().backward()
-    for name, parameter in second.named_parameters():
-        if "moh" not in case.spec:
-            hold(parameter.grad is not None and parameter.grad.abs().sum() > 0, f"{name} has no gradient")
-    counted = sum(parameter.numel() for parameter in second.parameters())
-    says = second.spec.cost(case.dim, case.heads, reader.site)
-    hold(counted == says.parameters, f"{counted} parameters, priced at {says.parameters}")
-    held, priced = sum(t.nbytes for t in cache.site(1).tensors()), len(x) * says.cache_bytes(case.tokens, 8)
-    hold(held == priced, f"a reader holds {held} bytes of its own, priced at {priced}")
-
-
 def shared_prefix(case: Case) -> None:
     """Sequences that share the cached rows they begin with give what each gives alone, or the layer says why not."""
     layer, shared, own = case.layer(), 4, case.tokens - 4
@@ -372,46 +341,6 @@ def shared_prefix(case: Case) -> None:
             want = layer(alone)[0, shared:]
             read = torch.cat([got[0][index, own - 2 - length :], got[1][index], got[2][index]])
             close(read, want, f"sequence {index}")
-
-
-def shared_weights(case: Case) -> None:
-    """A layer that takes the attention weights of an earlier one decodes as it passes, is linear in its values, and
-    makes and caches nothing but these.
-
-    Not of `LAWS`: it builds the layer for another site.
-    """
-    owner, taker = (replace(case, site=site) for site in (Site(0, 2, lends=True), Site(1, 2, attn_source=0)))
-    first, second, x, valid = owner.layer(), taker.layer(), case.x, case.valid
-
-    def both(cut: slice, cache: Cache | None) -> Tensor:
-        links, given = Links(), {"mask": valid[:, cut], "positions": case.positions[:, cut], "cache": cache}
-        y = first(x[:, cut], links=links, **given)
-        return second(x[:, cut] + y, links=links, **given)
-
-    full = both(slice(None), None)
-    for block in (1, 3):
-        cache = Cache()
-        with torch.no_grad():
-            outs = [both(slice(at, at + block), cache) for at in range(0, case.tokens, block)]
-        close(torch.cat(outs, 1)[valid], full[valid], f"blocks of {block}")
-        hold("k" not in cache.site(1).growing, "keys are cached")
-    full[valid].pow(2).sum().backward()
-    for name, parameter in second.named_parameters():
-        hold(parameter.grad is not None and parameter.grad.abs().sum() > 0, f"{name} has no gradient")
-    counted = sum(parameter.numel() for parameter in second.parameters())
-    says = second.spec.cost(case.dim, case.heads, taker.site)
-    hold(counted == says.parameters, f"{counted} parameters, priced at {says.parameters}")
-    cache, links = Cache(), Links()
-    with torch.no_grad():
-        second(x + first(x, cache=cache, links=links), cache=cache, links=links)
-    held, priced = sum(t.nbytes for t in cache.site(1).tensors()), len(x) * says.cache_bytes(case.tokens, 8)
-    hold(held == priced, f"it holds {held} bytes of its own, priced at {priced}")
-    links = Links()
-    first(x, mask=valid, positions=case.positions, links=links)
-    a, b = torch.randn(2, len(x), second.layout.kv, case.tokens, second.layout.v_width, dtype=x.dtype)
-    with torch.no_grad():
-        weigh = links.weigh[0]
-        close(weigh(a + 2 * b), weigh(a) + 2 * weigh(b), "weighing is not linear")
 
 
 LAWS: tuple[Callable[[Case], None], ...] = (
