@@ -360,6 +360,17 @@ def test_a_budget_is_spent_on_as_few_readers_as_it_needs(tmp_path):
     assert layers.model.config.kv_source == [None] * LAYERS
 
 
+def test_a_budget_spent_by_measured_damage_costs_no_more_than_the_first_guess(tmp_path):
+    layers, goal, _ = job(tmp_path, "share(search=damage)", "75%")
+    made = load_source(tmp_path / goal.name).model
+    windows = sharing_module._pieces(tokens())
+    want = least_damage(layers.model, windows, 1)
+    assert made.config.kv_source == want.kv_source
+    other = kvsharer(layers.model, windows, 1)
+    with sharing(layers.model, other.kv_source):
+        assert want.shared[0][2] <= loss(layers.model, windows) + 1e-6
+
+
 def test_a_finished_job_is_taken_as_it_is(tmp_path, monkeypatch):
     layers, goal, damage = job(tmp_path, "share", "50%")
     monkeypatch.setattr(sharing_module, "kvsharer", None)

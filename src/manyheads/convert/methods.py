@@ -267,15 +267,18 @@ class Tensorised(Method):
 
 @dataclass(frozen=True)
 class Shared(Method):
-    """Layers read the cached rows of the earlier layer whose rows are least like theirs (KVSharer, Yang et al. 2024).
+    """Layers read the cached rows of an earlier layer (KVSharer, Yang et al. 2024).
 
-    threshold: of the cosine of the last hidden states, with and without a pair; a pair that falls below is not taken.
+    search: `kvsharer`, the layers whose rows are least alike, as long as the last hidden states stay near the source's;
+        or `damage`, where the calibration loss rises least, measured for every pair of layers: many passes more.
+    threshold: of `kvsharer`, the cosine of these hidden states below which a pair is not taken.
     """
 
     name: ClassVar[str] = "share"
     move: ClassVar = "share"
     paper: ClassVar[str] = "arXiv 2410.18517"
 
+    search: Literal["kvsharer", "damage"] = "kvsharer"
     threshold: float = 0.5
 
     def __post_init__(self) -> None:

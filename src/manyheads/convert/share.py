@@ -307,11 +307,12 @@ def shrink_shared(
     owners: int,
     folder: Path,
     *,
+    search: Literal["kvsharer", "damage"] = "kvsharer",
     threshold: float = 0.5,
     notes: Mapping[str, Any] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """A checkpoint of a source in which `owners` layers keep rows of their own, the others read what `kvsharer` finds.
+    """A checkpoint of a source in which `owners` layers keep rows of their own, the others read what a search finds.
 
     No weight changes. The folder is written whole or not at all; one that is there from an earlier run is taken as it
     is. The config's notes have the pairs, and what is returned.
@@ -319,7 +320,7 @@ def shrink_shared(
     Args:
         layers: the source, in memory: each trial needs all of it.
         tokens: calibration windows `[N, T]`, of which `CALIBRATED` pieces are searched with.
-        threshold: see `kvsharer`.
+        search: `kvsharer`, or `damage` (see `least_damage`). threshold: of `kvsharer`.
 
     Returns:
         Of each layer its spec and, as `fitted` and `healed` (nothing is healed), the relative squared error of its
@@ -335,11 +336,19 @@ def shrink_shared(
     model, count = layers.model, len(layers.config.specs)
     check_shared(layers.config, owners)
     windows = _pieces(tokens)
-    found = kvsharer(model, windows, count - owners, threshold=threshold, progress=progress)
+    if search == "kvsharer":
+        found = kvsharer(model, windows, count - owners, threshold=threshold, progress=progress)
+    else:
+        found = least_damage(model, windows, count - owners, progress=progress)
     if len(found.shared) < count - owners:
         raise OptionError(
-            f"{count - owners} of {count} layers were to read others; with {len(found.shared)} the last hidden states "
-            f"are as far from the source's as threshold={threshold:g} allows; a larger budget, or a smaller threshold"
+            f"{count - owners} of {count} layers were to read others; "
+            + (
+                f"with {len(found.shared)} the last hidden states are as far from the source's as "
+                f"threshold={threshold:g} allows; a larger budget, or a smaller threshold"
+                if search == "kvsharer"
+                else f"{len(found.shared)} is the most whose owners keep rows of their own"
+            )
         )
     some = _batches(windows)[0]
     own = _outputs(model, some)

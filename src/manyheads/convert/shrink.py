@@ -156,7 +156,8 @@ def share(layers: Layers, tokens: Tensor, goal: Goal, work: Path, progress: Prog
     """One goal by layers that read the rows of others."""
     assert isinstance(goal.method, Shared)
     found = shrink_shared(
-        layers, tokens, goal.owners, work / goal.name, threshold=goal.method.threshold, notes={"goal": asdict(goal)},
+        layers, tokens, goal.owners, work / goal.name, search=goal.method.search, threshold=goal.method.threshold,
+        notes={"goal": asdict(goal)},
         progress=lambda done, total: progress(goal.name, done, total),
     )  # fmt: skip
     return [Damage(**each) for each in found]
