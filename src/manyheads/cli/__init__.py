@@ -20,6 +20,7 @@ from manyheads.cli.inspect import inspect
 from manyheads.cli.list import list_parts
 from manyheads.cli.lock import lock
 from manyheads.cli.merge import merge
+from manyheads.cli.multi import multi
 from manyheads.cli.share import share
 from manyheads.cli.shrink import shrink
 
@@ -47,6 +48,7 @@ for name, function in (
     ("list", list_parts),
 ):
     app.command(name)(function)
+app.add_typer(multi)
 
 
 @app.callback()

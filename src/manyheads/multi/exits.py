@@ -1,0 +1,82 @@
+"""Heads at several depths of a trunk that learn one target, and leaving at the first that is sure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyheads.multi.head import Head, read_head
+from manyheads.multi.heads.classification import Classification
+from manyheads.multi.model import MultiHead, naming
+
+
+class _Enough(Exception):
+    """Every row has left; the rest of the trunk need not run."""
+
+
+def exits(name: str, head: Head | str, at: Sequence[str], *, weight: float | None = None) -> dict[str, Head]:
+    """The head `name` at the end, and one as it, `name@module`, at each submodule: deep supervision.
+
+    The loss is L_end + Σ_l weight · L_l; weight: of each early one, by default the head's own over their number.
+
+    Source: Deeply-Supervised Nets (arXiv 1409.5185), MHEX (arXiv 2501.01311).
+    """
+    last = read_head(head)
+    if len(set(at)) != len(at) or not at:
+        raise ValueError(f"head {name!r}: early exits at {list(at)}; name different submodules, at least one")
+    each = last.weight / len(at) if weight is None else weight
+    target = name if last.target is None else last.target
+    early = {f"{name}@{tap}": replace(last, features=tap, target=target, weight=each) for tap in at}
+    return {**early, name: last}
+
+
+def leave_early(
+    model: MultiHead, *inputs: Any, exits: Sequence[str], confidence: float, mask: Tensor | None = None, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Classes `[B]` and the exit `[B]` that each row took: the first whose highest probability reaches `confidence`.
+
+    The trunk stops where the last row has left: a batch saves what its hardest row does, a single row all it can.
+    exits: names of classification heads, in the order in which the trunk runs what they read; rows that none is sure
+    of take the last.
+    """
+    for name in exits:
+        with naming(name):
+            if name not in model.heads:
+                raise ValueError(f"there is no such head; there are {', '.join(map(repr, model.heads))}")
+            if not isinstance(model.heads[name], Classification) or model.heads[name].reads != "rows":
+                raise ValueError("it classifies no rows, so how sure it is cannot be told")
+    found: list[Any] = []  # highest probabilities and their classes
+    ran: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(module: torch.nn.Module, given: Any, output: Any) -> None:
+            logits = model.run_alone(name, output, more.get("attention_mask") if mask is None else mask)
+            ran.append(name)
+            found.append(logits.float().softmax(-1).max(-1))
+            sure = torch.stack([top for top, _ in found]).amax(0) >= confidence
+            if bool(sure.all()):
+                raise _Enough
+
+        return hook
+
+    places = [model.trunk.get_submodule(model.tap(name)) for name in exits]
+    handles = [place.register_forward_hook(look(name)) for place, name in zip(places, exits, strict=True)]
+    try:
+        with torch.no_grad():
+            model.run_trunk(*inputs, mask=mask, **more)
+    except _Enough:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not ran or ran != list(exits)[: len(ran)]:
+        raise ValueError(f"exits {list(exits)} are not in the order in which the trunk runs them: {ran}")
+    tops, classes = (torch.stack(each) for each in zip(*found, strict=True))
+    sure = tops >= confidence
+    sure[-1] = True
+    taken = sure.int().argmax(0)
+    return classes.gather(0, taken[None]).squeeze(0), taken

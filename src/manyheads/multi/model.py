@@ -1,0 +1,403 @@
+"""One trunk, many output heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers.utils.generic import ModelOutput
+
+from manyheads.multi.balance import make_balance, processes
+from manyheads.multi.head import Head, read_head
+
+Targets = Mapping[str, Any]
+
+
+@dataclass
+class Output(ModelOutput):
+    """What a pass gives; also a dict, as `Trainer` expects.
+
+    loss: of all heads, balanced. losses: each head's own, before weights. outputs: of the heads that ran.
+    """
+
+    loss: Tensor | None = None
+    losses: dict[str, Tensor] | None = None
+    outputs: dict[str, Tensor] | None = None
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """An error in here says whose head it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise type(error)(f"head {name!r}: {error}") from None
+
+
+class MultiHead(nn.Module):
+    """A trunk that runs once, and heads that read what it gives.
+
+    >>> model = MultiHead(trunk, {"age": "regression", "kind": "classification(classes=3)"}, width=32)
+    >>> model(x, targets={"age": age, "kind": kind}).loss.backward()
+    >>> model.eval().predict(x)["kind"]
+
+    A batch has a dict of targets. What is missing is NaN, or -100 where labels are classes, or None in a list; a target
+    that is not there, or is None, is missing in every row. In training a head without labels does not run, adds
+    nothing, and its parameters' gradients stay None, so an optimiser passes them over.
+
+    L_k is the mean of head k over its labelled places. With `counts`, labels of the whole step, the sum over
+    micro-batches is the step of one large batch. In training over several processes labels are counted over all of
+    them, so that the mean of gradients that DistributedDataParallel takes is the step of one process with the whole
+    batch; wrap with find_unused_parameters=True, as `Trainer` does. Several passes before a step each have a backward
+    of their own, all but the last under `no_sync`.
+
+    Args:
+        trunk: any module. Features are its output (the tensor, `last_hidden_state`, or the first of a tuple), or the
+            output of the submodule `features`, for all heads or in a head's options.
+        heads: a kind of head, or its line, by name; a list of pairs does too.
+        width: of the features; a dict by submodule ("" is the trunk itself); asked of the modules where not given.
+        balance: `sum`, `uncertainty`, the name of an aggregator of torchjd, or one made by you (`multi/balance.py`).
+        checkpoint: the trunk's activations are computed again in backward.
+    """
+
+    accepts_loss_kwargs = False  # of Trainer: losses are means, so it divides by the steps that it accumulates
+
+    def __init__(
+        self, trunk: nn.Module, heads: Mapping[str, Head | str] | Iterable[tuple[str, Head | str]], *,
+        features: str = "", width: int | Mapping[str, int] | None = None, balance: Any = "sum",
+        checkpoint: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.trunk, self.features, self.checkpoint = trunk, features, checkpoint
+        self._takes_mask = "mask" in signature(trunk.forward).parameters
+        self.heads: dict[str, Head] = {}
+        pairs = cast("Iterable[tuple[str, Head | str]]", heads.items() if isinstance(heads, Mapping) else heads)
+        for name, head in pairs:
+            if name in self.heads:
+                raise ValueError(f"head {name!r}: two heads have this name")
+            with naming(name):
+                self.heads[name] = read_head(head)
+        if not self.heads:
+            raise ValueError("a model needs at least one head")
+        self.widths, self.nets = {}, nn.ModuleDict()
+        for name in self.heads:
+            with naming(name):
+                self._build(name, width)
+        self.balance = make_balance(balance, self.heads)
+
+    def _build(self, name: str, width: int | Mapping[str, int] | None) -> None:
+        head, tap = self.heads[name], self.tap(name)
+        if tap and tap not in dict(self.trunk.named_modules()):
+            raise ValueError(f"the trunk has no submodule {tap!r}")
+        given = width.get(tap) if isinstance(width, Mapping) else width
+        found = given or _width(self.trunk.get_submodule(tap) if tap else self.trunk)
+        if found is None:
+            raise ValueError(f"how wide are the features of {tap or 'the trunk'}? give width=")
+        self.widths[name] = found
+        self.nets[_key(name)] = head.build(found)
+
+    def tap(self, name: str) -> str:
+        """The submodule of the trunk that a head reads; "" is the trunk itself."""
+        own = self.heads[name].features
+        return self.features if own is None else own
+
+    def target(self, name: str) -> str:
+        """The key of a head's labels."""
+        own = self.heads[name].target
+        return name if own is None else own
+
+    def key(self, name: str) -> str:
+        """What a head's module is called in `nets`, and so in a checkpoint."""
+        return _key(name)
+
+    def net(self, name: str) -> nn.Module:
+        """A head's module."""
+        return self.nets[_key(name)]
+
+    def forward(
+        self, *inputs: Any, targets: Targets | None = None, heads: Sequence[str] | None = None,
+        counts: Mapping[str, float] | None = None, mask: Tensor | None = None, **more: Any,
+    ) -> Output:  # fmt: skip
+        """Outputs, and with targets losses.
+
+        Args:
+            inputs, more: the trunk's. targets: labels by target key.
+            heads: the names of those to run (default: in training with targets those that have labels, else all).
+            counts: labels of each head in the whole step, over micro-batches (`label_counts`); default: in this batch.
+            mask: bool `[B, T]`, False on padding; for pooling and spans, and given to a trunk that takes one, as ours
+                do. Default: an `attention_mask` among the inputs.
+        """
+        names = list(self.heads if heads is None else heads)
+        for name in names:
+            if name not in self.heads:
+                raise ValueError(f"there is no head {name!r}; there are {', '.join(map(repr, self.heads))}")
+        if targets is not None:
+            self._keys(targets)
+            if self.training:  # a target that is not there costs nothing, not even the features it would be read from
+                names = [name for name in names if targets.get(self.target(name)) is not None]
+        found = self._features(inputs, more, mask, {self.tap(name) for name in names})
+        mask = more.get("attention_mask") if mask is None else mask
+        mask = None if mask is None else mask.bool()
+        read = {name: self._read(name, found[self.tap(name)]) for name in names}
+        labels = {} if targets is None else self._labels(read, targets)
+        every = {} if targets is None else self._counts(labels)
+        if targets is not None and self.training:
+            names = [name for name in names if every[name][0]]
+        views = self._views(found, names)
+        outputs = {name: self._run(name, views[name], mask) for name in names}
+        if targets is None:
+            return Output(outputs=outputs)
+        losses, shares = {}, {}
+        for name in names:
+            here, mean, several = every[name]
+            if here:
+                total = mean if counts is None else counts.get(name, 0) / several
+                if not total:
+                    raise ValueError(f"head {name!r}: counts says no labels, but this batch has {here:g}")
+                values = self.heads[name].losses(_precise(outputs[name]), *labels[name])
+                losses[name], shares[name] = values.sum() / total, here / total
+        loss = self.balance.combine(losses, self.heads, shares) if losses else self._nothing(found)
+        return Output(loss=loss, losses=losses, outputs=outputs)
+
+    def predict(self, *inputs: Any, heads: Sequence[str] | None = None, **more: Any) -> dict[str, Tensor]:
+        """What each head says: classes, numbers, spans, scores."""
+        with torch.no_grad():
+            outputs = self(*inputs, heads=heads, **more).outputs
+        return {name: self.heads[name].predict(_precise(output)) for name, output in outputs.items()}
+
+    def measure(self, outputs: Mapping[str, Tensor], targets: Targets) -> dict[str, Tensor]:
+        """Each head's metric as sums, which add up over batches; `metrics` makes figures of them."""
+        self._keys(targets)
+        sums = {}
+        for name, output in outputs.items():
+            given = targets.get(self.target(name))
+            if given is not None:
+                with naming(name), torch.no_grad():
+                    head = self.heads[name]
+                    target = cast(Tensor, head.tidy(given, _like(output, head)))
+                    known = head.known(target)
+                    head.check(target, known, _like(output, head))
+                    if bool(known.any()):
+                        sums[name] = head.sums(_precise(output), target, known)
+        return sums
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+        return {name: self.heads[name].metrics(each) for name, each in sums.items()}
+
+    def label_counts(self, targets: Targets) -> dict[str, float]:
+        """How many labels each head has: of a whole batch, for the `counts` of its micro-batches. They add up."""
+        self._keys(targets)
+        counts = {}
+        for name, head in self.heads.items():
+            given = targets.get(self.target(name))
+            if given is not None:
+                with naming(name):
+                    plain = given if isinstance(given, Tensor) else torch.tensor(_listed(given), dtype=torch.float64)
+                    if head.dtype == "index" and plain.is_floating_point():
+                        plain = plain.nan_to_num(nan=-100.0)
+                    if head.dtype == "number":
+                        plain = plain.double()
+                    counts[name] = float(head.known(plain).sum())
+        return counts
+
+    # Steps of a pass.
+
+    def _keys(self, targets: Targets) -> None:
+        if not isinstance(targets, Mapping):
+            raise ValueError(f"targets are a dict by name, not {type(targets).__name__}")
+        known = {self.target(name) for name in self.heads}
+        for key in targets:
+            if key not in known:
+                raise ValueError(f"no head reads the target {key!r}; heads read {', '.join(map(repr, sorted(known)))}")
+
+    def _features(self, inputs: Any, more: Any, mask: Tensor | None, taps: set[str]) -> dict[str, Tensor]:
+        def run(*inputs: Any) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+
+            def keep(tap: str) -> Any:
+                return lambda module, given, output: found.__setitem__(tap, _tensor(output, tap))
+
+            handles = [self.trunk.get_submodule(tap).register_forward_hook(keep(tap)) for tap in taps if tap]
+            try:
+                output = self.run_trunk(*inputs, mask=mask, **more)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            if "" in taps or not taps:
+                found[""] = _tensor(output, "")
+            return found
+
+        if self.checkpoint and self.training and torch.is_grad_enabled():
+            found = cast("dict[str, Tensor]", recompute(run, *inputs, use_reentrant=False))
+        else:
+            found = run(*inputs)
+        for name in self.heads:
+            if self.tap(name) in taps and self.tap(name) not in found:
+                raise ValueError(f"head {name!r}: the trunk did not run its submodule {self.tap(name)!r}")
+        return found
+
+    def run_trunk(self, *inputs: Any, mask: Tensor | None = None, **more: Any) -> Any:
+        """The trunk alone."""
+        return self.trunk(*inputs, **(more | {"mask": mask} if mask is not None and self._takes_mask else more))
+
+    def run_alone(self, name: str, output: Any, mask: Tensor | None = None) -> Tensor:
+        """One head, on what the submodule that it reads has just given."""
+        mask = None if mask is None else mask.bool()
+        return self._run(name, self._read(name, _tensor(output, self.tap(name))), mask)
+
+    def _read(self, name: str, features: Tensor) -> Tensor:
+        """The features that a head's labels are one of each row of, checked."""
+        head, width, tap = self.heads[name], self.widths[name], self.tap(name) or "the trunk"
+        wanted = 3 if head.reads != "rows" or head.pool else 2
+        shape = list(features.shape)
+        with naming(name):
+            if features.dim() != wanted:
+                form = "[rows, width]" if wanted == 2 else f"[rows, {'tokens' if head.pool else head.reads}, width]"
+                hint = "; pool='mean' makes rows of tokens" if (features.dim(), wanted) == (3, 2) else ""
+                raise ValueError(f"it reads {form}, but {tap} gives {shape}{hint}")
+            if features.shape[-1] != width:
+                raise ValueError(f"it was built for features {width} wide, but {tap} gives {shape}")
+            if not features.is_floating_point():
+                raise ValueError(f"{tap} gives {features.dtype}, which are no features")
+        return features
+
+    def _labels(self, read: Mapping[str, Tensor], targets: Targets) -> dict[str, tuple[Tensor, Tensor]]:
+        labels = {}
+        for name, features in read.items():
+            head = self.heads[name]
+            with naming(name):
+                target = head.tidy(targets.get(self.target(name)), features)
+                if target is not None:
+                    known = head.known(target)
+                    head.check(target, known, features)
+                    labels[name] = (target, known)
+        return labels
+
+    def _counts(self, labels: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[float, float, int]]:
+        """Of each head: labels here, the mean of labels over processes, and how many processes there are."""
+        parts = [labels[name][1].sum() if name in labels else 0 for name in self.heads]
+        device = next((known.device for _, known in labels.values()), next(self.parameters()).device)
+        here = torch.stack([torch.as_tensor(part, device=device) for part in parts])
+        several = processes() if self.training and torch.is_grad_enabled() else 1
+        everywhere = here.clone()
+        if several > 1:
+            torch.distributed.all_reduce(everywhere)
+        pairs = torch.stack([here, everywhere / several]).T.tolist()
+        return {name: (one, all_of_them, several) for name, (one, all_of_them) in zip(self.heads, pairs, strict=True)}
+
+    def _views(self, found: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+        views: dict[str, Tensor] = {}
+        for tap in {self.tap(name): None for name in names}:
+            views |= self.balance.views(found[tap], [name for name in names if self.tap(name) == tap])
+        return views
+
+    def _run(self, name: str, features: Tensor, mask: Tensor | None) -> Tensor:
+        head = self.heads[name]
+        if head.pool:
+            features, mask = pooled(features, head.pool, mask), None
+        return head.output(self.net(name), features, mask)
+
+    def _nothing(self, found: Mapping[str, Tensor]) -> Tensor:
+        """Zero, for a batch without labels: backward runs, and no gradient comes of it.
+
+        Of several processes each has to take part, so there the trunk gets zeros.
+        """
+        some = next(iter(found.values()))
+        if processes() > 1 and some.requires_grad:
+            return some.float().flatten()[:0].sum()
+        return torch.zeros((), device=some.device, requires_grad=self.training)
+
+    def extra_repr(self) -> str:
+        return "\n".join(f"{name}: {head}" for name, head in self.heads.items())
+
+
+def pooled(x: Tensor, pool: str, mask: Tensor | None = None) -> Tensor:
+    """`[B, T, D]` to `[B, D]` over tokens that are no padding; a row of nothing but padding gives zeros."""
+    if mask is None:
+        mask = x.new_ones(x.shape[:2], dtype=torch.bool)
+    kept = mask[..., None]
+    if pool == "mean":
+        return x.masked_fill(~kept, 0).sum(1) / kept.sum(1).clamp(min=1)
+    if pool == "max":
+        return x.masked_fill(~kept, -math.inf).amax(1).masked_fill(~mask.any(1)[:, None], 0)
+    at = mask.int().argmax(1) if pool == "first" else mask.shape[1] - 1 - mask.int().flip(1).argmax(1)
+    return x[torch.arange(len(x), device=x.device), at].masked_fill(~mask.any(1)[:, None], 0)
+
+
+def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch of rows such as {"x": …, "targets": {"age": 31.0}}; a target that a row lacks is None there.
+
+    What is not in `targets` is stacked. For `DataLoader` and `Trainer`.
+    """
+    batch: dict[str, Any] = {}
+    for key in rows[0]:
+        if key != "targets":
+            batch[key] = torch.stack([torch.as_tensor(row[key]) for row in rows])
+    names = dict.fromkeys(name for row in rows for name in row.get("targets") or ())
+    batch["targets"] = {name: _gather([(row.get("targets") or {}).get(name) for row in rows]) for name in names}
+    return batch
+
+
+def _gather(values: list[Any]) -> Tensor:
+    known = [torch.as_tensor(value, dtype=torch.float64) for value in values if value is not None]
+    shape = known[0].shape if known else ()
+    blank = torch.full(shape, math.nan, dtype=torch.float64)
+    return torch.stack([blank if v is None else torch.as_tensor(v, dtype=torch.float64) for v in values])
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_listed(each) for each in value]
+    return math.nan if value is None else value
+
+
+def _precise(output: Tensor) -> Tensor:
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def _like(output: Tensor, head: Head) -> Tensor:
+    """Something shaped as the features were, which is what labels are held against."""
+    return output if head.reads != "lists" else output[..., None]
+
+
+def _key(name: str) -> str:
+    """A name for a module: neither dots nor what modules themselves are called."""
+    return "of " + name.replace(".", "%2E")
+
+
+def _tensor(output: Any, tap: str) -> Tensor:
+    if isinstance(output, Mapping) and isinstance(output.get("last_hidden_state"), Tensor):
+        return output["last_hidden_state"]
+    if isinstance(output, list | tuple) and output and isinstance(output[0], Tensor):
+        return output[0]
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"{tap or 'the trunk'} gives {type(output).__name__}: no tensor, nor a tuple that begins with one, nor "
+            "last_hidden_state; name a submodule with features="
+        )
+    return output
+
+
+def _width(module: nn.Module) -> int | None:
+    """How wide a module's output is, where the module says so."""
+    config = getattr(module, "config", None)
+    for owner, name in ((module, "out_features"), (module, "dim"), (module, "width"), (config, "hidden_size")):
+        value = getattr(owner, name, None)
+        if isinstance(value, int):
+            return value
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return module.normalized_shape[-1]
+    if isinstance(module, nn.BatchNorm1d):
+        return module.num_features
+    children = list(module.children())
+    if isinstance(module, nn.Sequential):
+        return next((found for child in reversed(children) if (found := _width(child))), None)
+    stack = getattr(module, "stack", None)  # an encoder of ours
+    return _width(stack) if isinstance(stack, nn.Module) and getattr(module, "norm", None) is not None else None
