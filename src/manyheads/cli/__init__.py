@@ -11,6 +11,7 @@ import typer
 
 from manyheads import __version__
 from manyheads.cli.compare import compare
+from manyheads.cli.decode import decode
 from manyheads.cli.eval import evaluate
 from manyheads.cli.explain import explain
 from manyheads.cli.export import export
@@ -49,6 +50,7 @@ for name, function in (
 ):
     app.command(name)(function)
 app.add_typer(multi)
+app.add_typer(decode, name="decode")
 
 
 @app.callback()

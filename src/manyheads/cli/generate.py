@@ -36,6 +36,10 @@ def generate(
     chunk: Annotated[
         int, typer.Option(min=1, help="With --prompts: they share what they begin with in chunks of so many tokens.")
     ] = 64,
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Several tokens a step, the same text: what decode train wrote, or lookup."),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -45,6 +49,8 @@ def generate(
     """
     if (prompt is None) == (prompts is None):
         raise ValueError("give a PROMPT, or a file of them with --prompts")
+    if draft is not None and prompts is not None:
+        raise ValueError("--draft goes with a single PROMPT")
     if system is not None and prompts is None:
         raise ValueError("--system goes with --prompts; put it in front of a single PROMPT")
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
@@ -65,6 +71,12 @@ def generate(
     if (largest := int(inputs["input_ids"].max())) >= config.vocab_size:
         raise ValueError(f"token {largest} of the prompt is outside the model's vocabulary of {config.vocab_size}")
     _note_length(config, inputs["input_ids"].shape[1] + tokens)
+    if draft is not None:
+        return finish(
+            {"model": name, "prompt": prompt}
+            | _drafted(draft, source, inputs["input_ids"], prompt, tokens, sample=sample, seed=seed, **sampling),
+            as_json,
+        )
     sampling |= {"top_k": 0}
     if not sample:
         sampling = dict.fromkeys(sampling)  # the checkpoint's own would be warned about
@@ -95,6 +107,41 @@ def _load(model: str) -> tuple[str, Any, Any]:
     if source.tokenizer is None:
         raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
     return name, source, source.tokenizer
+
+
+def _drafted(draft: str, source: Any, ids: Any, prompt: str, tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Write a text by drafts; what was accepted is noted."""
+    import warnings
+
+    from transformers import TextStreamer
+
+    from manyheads.convert.adopt import adopt
+    from manyheads.decode import PromptLookup, SlowDraft, load
+    from manyheads.decode import generate as decode
+
+    model = adopt(source.model)
+    drafter = PromptLookup() if draft == "lookup" else load(draft, model, source.tokenizer, source.name)
+    typer.echo(prompt, nl=False)
+    streamer = TextStreamer(source.tokenizer, skip_special_tokens=True)
+    import torch
+
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowDraft)  # noted below, once the text is there
+        found = decode(
+            model, ids, drafter, tokens, on_tokens=lambda _, new: streamer.put(torch.tensor(new)), **sampling
+        )
+    streamer.end()
+    seconds = time.perf_counter() - began
+    (new,) = found.tokens
+    rates = ", ".join(number(100 * rate, 0) for rate in found.acceptance.by_depth if rate == rate)
+    note(f"{number(found.tokens_per_step, 2)} tokens a step; accepted by depth, %: {rates or 'nothing drafted'}")
+    if found.note:
+        note(found.note)
+    return {
+        "text": source.tokenizer.decode(new, skip_special_tokens=True), "tokens": len(new), "seconds": seconds,
+        "steps": found.steps, "tokens_per_step": found.tokens_per_step, "accepted": found.acceptance.by_depth,
+    }  # fmt: skip
 
 
 def _note_length(config: Any, count: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +126,22 @@ class Growing:
         """Forget the newest rows."""
         place = self.before(tokens)
         assert place is not None
+        self.first, self.end = place
+        self.pinned = min(self.pinned, self.end)
+
+    def choose(self, tokens: int, index: Tensor, shift: Tensor | None) -> None:
+        """Of the newest `tokens` rows keep those of `index` `[B, A]`; older ones move up by `shift` `[B, 1]`."""
+        assert self.buffer is not None
+        base, kept = self.end - tokens, index.shape[1]
+        place = self.before(tokens - kept)
+        assert place is not None
+        source, start = index + base, base
+        if shift is not None:
+            older = torch.arange(base, device=index.device)[None] - shift
+            source, start = torch.cat([older, source], 1).clamp_min(0), 0
+        shape = (len(self.buffer), self.buffer.shape[1], -1, self.buffer.shape[3])
+        rows = self.buffer.gather(2, source[:, None, :, None].expand(*shape))
+        self.buffer[:, :, start : base + kept] = rows
         self.first, self.end = place
         self.pinned = min(self.pinned, self.end)
 
@@ -326,6 +343,13 @@ class SiteStore(CacheLayerMixin):
             growing.drop(tokens)
         self.length -= tokens
 
+    def choose(self, tokens: int, index: Tensor, shift: Tensor | None) -> None:
+        if not self.length:
+            return
+        for growing in self.growing.values():
+            growing.choose(tokens, index, shift)
+        self.length -= tokens - index.shape[1]
+
     def forget(self, tokens: int) -> None:
         """Free the rows of the oldest tokens."""
         self.length -= tokens
@@ -413,6 +437,7 @@ class Cache(transformers.Cache):
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.axis: Axis | None = None
+        self._announced: tuple[Axis | None, Axis] | None = None  # the log before a pass, and the axis of the pass
 
     def site(self, site: int) -> SiteStore:
         while len(self.layers) <= site:
@@ -441,7 +466,58 @@ class Cache(transformers.Cache):
 
     def coming(self, tokens: int, past: int, valid: Tensor | None, device: torch.device) -> Axis | None:
         """The axis of a pass of so many tokens after the first `past`, where this cache knows more than their count."""
-        return None
+        if self._announced is None:
+            return None
+        log, axis = self._announced
+        return axis if axis.length == tokens and past == (0 if log is None else log.length) else None
+
+    def announce(self, axis: Axis) -> None:
+        """The next pass is of these tokens, which need not follow each other (a tree of candidates)."""
+        self._announced = self.axis, axis
+
+    def choose(self, tokens: int, index: Tensor, lengths: Tensor) -> None:
+        """Of the newest `tokens` tokens sequence b keeps those of `index[b, :lengths[b]]`, in this order.
+
+        Where lengths differ, what a sequence has moves up to the newest rows, and padding stands on its left.
+        index: `[B, A]` with A the greatest length. Refused as `rollback` is.
+        """
+        before, kept = self.length() - tokens, index.shape[1]
+        self._check_way_back(tokens - kept)
+        shift = kept - lengths[:, None] if bool((lengths != kept).any()) else None
+        if shift is not None and not self.movable:
+            raise ValueError("the first rows of this cache are pinned: its sequences must keep equally many tokens")
+        if shift is not None:  # the path is right-aligned, and older rows are on its left
+            place = torch.arange(kept, device=index.device)[None] - shift
+            index = torch.where(place < 0, place, index.gather(1, place.clamp_min(0)))
+        for layer in self.layers:
+            layer.choose(tokens, index, shift)
+        assert self.axis is not None
+        self.axis = self._chosen(before, index, shift)
+        self._announced = None
+
+    def _chosen(self, before: int, index: Tensor, shift: Tensor | None) -> Axis:
+        """The log once tokens are chosen; it counts on where it did and can."""
+        assert self.axis is not None
+        if shift is not None:
+            older = torch.arange(before, device=index.device)[None] - shift
+            source = torch.cat([older, index + before], 1)
+            moved = self.axis.take(source.clamp_min(0))
+            return replace(moved, valid=moved.validity & (source >= 0), rows=None, memo={})
+        log = self.axis[:before] if self._announced is None else self._announced[0]
+        new = replace(self.axis.take(index + before), rows=None, memo={})
+        if log is None:
+            return new
+        start = None if log.start is None else log.start + before
+        if start is not None and bool((new.time == torch.arange(start, start + new.length, device=new.device)).all()):
+            position = None if log.given_position is None else new.position
+            valid = None if new.valid is None or bool(new.valid.all()) else new.valid
+            new = replace(new, start=start, given_time=None, given_position=position, valid=valid)
+        return log.cat(new)
+
+    @property
+    def movable(self) -> bool:
+        """Whether the rows of a sequence can move against those of others."""
+        return not any(growing.pinned for layer in self.layers for growing in layer.growing.values())
 
     def length(self, site: int | None = None) -> int:
         """Tokens seen, padding included."""
@@ -479,13 +555,21 @@ class Cache(transformers.Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         tokens = abs(tokens_to_remove)
-        whys = (layer.why_not_croppable(tokens) for layer in self.layers if layer.length or layer.state)
-        for why in filter(None, whys):  # before any site has changed
-            raise ValueError(f"this cache cannot go back {tokens} tokens: {why}")
+        self._check_way_back(tokens)
         for layer in self.layers:
             layer.crop(tokens)
         if self.axis is not None and tokens:
-            self.axis = self.axis[: self.axis.length - tokens]
+            log, axis = self._announced or (None, None)
+            before = self.axis.length - tokens
+            undone = log is not None and axis is not None and (log.length, axis.length) == (before, tokens)
+            self.axis = log if undone else self.axis[:before]
+            self._announced = None
+
+    def _check_way_back(self, tokens: int) -> None:
+        """Raise before any site has changed."""
+        whys = (layer.why_not_croppable(tokens) for layer in self.layers if layer.length or layer.state)
+        for why in filter(None, whys):
+            raise ValueError(f"this cache cannot go back {tokens} tokens: {why}")
 
     @property
     def is_croppable(self) -> bool:
@@ -521,10 +605,11 @@ class Cache(transformers.Cache):
             layer.change(change)
         if self.axis is not None:
             self.axis = self.axis.batch(change)
+        self._announced = None
 
     def reset(self) -> None:
         self.layers.clear()
-        self.axis = None
+        self.axis = self._announced = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self.axis is None else self.axis.length

@@ -1,0 +1,31 @@
+"""Heads and look-ups that let a model write several tokens a step, the same tokens that it would have written."""
+
+from manyheads.decode.distil import Distillation, train
+from manyheads.decode.drafter import Drafter, RandomDrafter, Seen
+from manyheads.decode.lookup import PromptLookup
+from manyheads.decode.medusa import MedusaHeads, load
+from manyheads.decode.speed import Costs, Plan, costs, plan
+from manyheads.decode.steps import Decoded, SlowDraft, generate
+from manyheads.decode.tree import Tree
+from manyheads.decode.verify import Typical, Verifier
+
+__all__ = [
+    "Costs",
+    "Decoded",
+    "Distillation",
+    "Drafter",
+    "MedusaHeads",
+    "Plan",
+    "PromptLookup",
+    "RandomDrafter",
+    "Seen",
+    "SlowDraft",
+    "Tree",
+    "Typical",
+    "Verifier",
+    "costs",
+    "generate",
+    "load",
+    "plan",
+    "train",
+]

@@ -1,0 +1,330 @@
+"""Several tokens a step, exactly: draft a tree, read it in one pass, keep what the model would have written."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+from manyheads.decode.drafter import Drafter, Seen
+from manyheads.decode.speed import Costs, Plan, costs, plan
+from manyheads.decode.tree import Tree
+from manyheads.decode.verify import Choose, Typical, Verifier, exact
+from manyheads.stack.pretrained import ManyheadsForCausalLM
+
+AGAIN = 16
+"""Steps between looks at whether the tree still pays."""
+PRIOR = 16
+"""Steps that what a drafter says of its odds counts for, against what is measured."""
+
+
+class SlowDraft(UserWarning):
+    """Drafts that would cost more time than they save."""
+
+
+@dataclass
+class Acceptance:
+    """How drafts fared, by depth (the head that proposed) and choice.
+
+    asked: `[depth, width]`, how often a node of this depth and choice stood after tokens that were all right.
+    right: how often it was then right too.
+    """
+
+    asked: Tensor
+    right: Tensor
+
+    @property
+    def rate(self) -> Tensor:
+        """`[depth, width]`, not a number where nothing was asked."""
+        return self.right / self.asked
+
+    @property
+    def by_depth(self) -> list[float]:
+        """Of the steps that came so far and drafted on, in how many one of the choices was right."""
+        return (self.right.sum(-1) / self.asked[:, 0]).tolist()
+
+    def odds(self, prior: Tensor) -> Tensor:
+        return (self.right + PRIOR * prior) / (self.asked + PRIOR)
+
+
+@dataclass
+class Decoded:
+    """What `generate` wrote.
+
+    tokens: the new ones of each sequence, one that ends it included. steps: passes after the prompt, counted for each
+    sequence that was in them. plans: the trees that were used, with the step from which on. note: why drafting was
+    given up, if it was.
+    """
+
+    tokens: list[list[int]]
+    steps: int = 0
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(torch.zeros(0, 0), torch.zeros(0, 0)))
+    plans: list[tuple[int, Plan]] = field(default_factory=list)
+    note: str | None = None
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The first token of a sequence is the prompt's pass and counts for no step."""
+        written = sum(len(each) - 1 for each in self.tokens if each)
+        return written / self.steps if self.steps else 1.0
+
+
+def generate(
+    model: ManyheadsForCausalLM, ids: Tensor | Sequence[Sequence[int]], drafter: Drafter | None = None,
+    max_new_tokens: int = 64, *, attention_mask: Tensor | None = None, tree: Tree | Literal["auto"] = "auto",
+    typical: Typical | None = None, sample: bool = False, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0,
+    stop: Iterable[int] | None = None, most: int = 64, on_tokens: Callable[[int, list[int]], object] | None = None,
+) -> Decoded:  # fmt: skip
+    """Continue prompts as the model would, in fewer steps.
+
+    Greedy text is that of `model.generate` token for token, whatever the drafter says, up to the rounding of floating
+    point: a pass of several rows sums in another order than one of a single row, which shows only where two logits
+    are as near as that. Sampled text follows the model's distribution; for one seed it is the same text with any
+    drafter and with none.
+
+    >>> found = generate(model, [[5, 6, 7]], PromptLookup(), max_new_tokens=100)
+    >>> found.tokens[0], found.tokens_per_step
+
+    Args:
+        ids: `[B, T]`, with attention_mask padded on the left; or lists of unequal length.
+        drafter: None decodes a token at a time.
+        tree: `auto` measures what a pass costs, and takes the tree that is predicted to gain most; where none gains
+            anything, it decodes plainly and says so.
+        typical: accept by this rule instead; the text is then no longer the model's own.
+        sample: draw tokens, by temperature and top_p.
+        stop: tokens that end a text; by default those of the model's generation config.
+        most: nodes of a tree at most.
+        on_tokens: called with a sequence's number and its new tokens as they are written.
+
+    Raises:
+        ValueError: the model's cache cannot take drafts back (the reason names the layer), or prompts do not fit.
+    """
+    rows = _rows(ids, attention_mask, model)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; at least 1")
+    if most < 1:
+        raise ValueError(f"most={most}; a tree has its root at least")
+    if typical is not None and sample:
+        raise ValueError("typical acceptance is a rule of its own: sample=True does not go with it")
+    choose = _draws(len(rows), max_new_tokens, temperature, top_p, seed) if sample else None
+    run = _Run(model, drafter, rows, max_new_tokens, choose, typical, _stop(model, stop), on_tokens, tree, most)
+    was = model.training
+    try:
+        model.eval()
+        return run.go()
+    finally:
+        model.train(was)
+
+
+class _Run:
+    """One call of `generate`: a batch that shrinks as its texts end."""
+
+    def __init__(
+        self, model: ManyheadsForCausalLM, drafter: Drafter | None, rows: list[list[int]], budget: int,
+        draw: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None, typical: Typical | None, stop: set[int],
+        on_tokens: Callable[[int, list[int]], object] | None, tree: Tree | Literal["auto"], most: int,
+    ) -> None:  # fmt: skip
+        self.model, self.drafter, self.prompts, self.budget = model, drafter, rows, budget
+        self.draw, self.typical, self.stop, self.on_tokens = draw, typical, stop, on_tokens
+        self.wanted, self.most = tree, most
+        self.verifier = Verifier(model)
+        self.going = [*range(len(rows))]
+        self.found = Decoded([[] for _ in rows])
+        if drafter is not None:
+            shape = (drafter.depth, drafter.width)
+            if isinstance(tree, Tree) and (tree.depth > shape[0] or tree.width > shape[1]):
+                raise ValueError(
+                    f"a tree of depth {tree.depth} and {tree.width} choices, where the drafter has {shape[0]} and "
+                    f"{shape[1]}"
+                )
+            zeros = torch.zeros(shape, dtype=torch.float64)
+            self.found.acceptance = Acceptance(zeros, zeros.clone())
+            if isinstance(tree, Tree) and not tree.is_chain and self.verifier.order is not None:
+                raise ValueError(f"candidates cannot branch: {self.verifier.order}; a chain fits (Tree.chain)")
+        self.costs: Costs | None = None
+        self.drafting: list[float] = []  # seconds that drafts took
+        self.step = 0
+
+    def go(self) -> Decoded:
+        longest = max(map(len, self.prompts))
+        device = self.model.device
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in self.prompts], device=device)
+        mask = torch.arange(longest, device=device)[None] >= torch.tensor(
+            [[longest - len(row)] for row in self.prompts], device=device
+        )
+        logits, hidden = self.verifier.start(ids, mask)
+        if self.drafter is not None:
+            self.verifier.check()
+        chosen = self._choose(logits[:, None], torch.zeros(1, 1, dtype=torch.long, device=device))
+        staying = self._write([[token] for token in chosen[:, 0].tolist()])
+        tree = self._plan()
+        while staying:
+            if len(staying) < len(self.going):
+                index = torch.tensor(staying, device=device)
+                self.verifier.select(index)
+                hidden, self.going = hidden[index], [self.going[place] for place in staying]
+            if self.step and self.step % AGAIN == 0:
+                tree = self._plan(tree)
+            new, hidden = self._advance(tree, hidden)
+            staying = self._write(new)
+        return self.found
+
+    def _advance(self, tree: Tree, hidden: Tensor) -> tuple[list[list[int]], Tensor]:
+        """One step: the tokens that each sequence goes on by, and what the head read before the last of them."""
+        device = hidden.device
+        roots = torch.tensor([[self.found.tokens[index][-1]] for index in self.going], device=device)
+        tree, tokens = self._draft(tree, roots, hidden)
+        logits, read = self.verifier.read(tree, tokens)
+        chosen = self._choose(logits, torch.tensor(tree.depths, device=device)[None])
+        kept = exact(tree, tokens, chosen) if self.typical is None else self.typical(tree, tokens, logits)
+        self._count(tree, tokens, kept.node)
+        node, depth = self.verifier.keep(tree, kept)
+        lines = tree.lineage.to(device)[node]
+        path = tokens.gather(1, lines).tolist()
+        last = chosen.gather(1, node[:, None])[:, 0].tolist()
+        new = [[*row[1 : count + 1], end] for row, count, end in zip(path, depth.tolist(), last, strict=True)]
+        self.step += 1
+        self.found.steps += len(new)
+        return new, read[torch.arange(len(node), device=device), node]
+
+    def _draft(self, tree: Tree, roots: Tensor, hidden: Tensor) -> tuple[Tree, Tensor]:
+        """The tree as far as there is anything to say, and its tokens `[B, N]`."""
+        if self.drafter is None or len(tree) == 1:
+            return Tree(), roots
+        began = time.perf_counter()
+        seen = Seen([self.prompts[index] + self.found.tokens[index] for index in self.going], hidden)
+        tokens = torch.cat([roots, self.drafter.draft(seen, tree).to(roots.device)], 1)
+        if (tokens >= self.model.config.get_text_config().vocab_size).any():
+            raise ValueError(f"{type(self.drafter).__name__} drafts tokens that the model does not know")
+        told = (tokens >= 0).any(0)
+        if not bool(told.all()):
+            tree, index = tree.keep(told.cpu())
+            tokens = tokens[:, index.to(tokens.device)]
+        self.drafting.append(time.perf_counter() - began)
+        return tree, tokens
+
+    def _count(self, tree: Tree, tokens: Tensor, ends: Tensor) -> None:
+        """Note which nodes stood after right ones, and which of them were right."""
+        found = self.found.acceptance
+        lines = tree.lineage.to(ends.device)[ends]
+        right = torch.zeros(tokens.shape, dtype=torch.bool, device=ends.device).scatter_(1, lines, True)
+        asked = right[:, torch.tensor(tree.parents, device=ends.device)] & (tokens >= 0)
+        for node, path in enumerate(tree.paths[1:], 1):
+            place = len(path) - 1, path[-1]
+            found.asked[place] += int(asked[:, node].sum())
+            found.right[place] += int((asked & right)[:, node].sum())
+
+    def _plan(self, before: Tree | None = None) -> Tree:
+        """The tree of the steps to come."""
+        if self.drafter is None:
+            return Tree()
+        if isinstance(self.wanted, Tree):
+            return self.wanted
+        if before is not None and len(before) == 1:
+            return before  # given up
+        if self.costs is None:
+            past = self.verifier.cache.length() + self.budget // 2
+            self.costs = costs(self.model, len(self.going), past)
+        odds = self.found.acceptance.odds(self.drafter.odds)
+        if self.verifier.order is not None:
+            odds = odds[:, :1]
+        draft = sorted(self.drafting)[len(self.drafting) // 2] if self.drafting else 0.0
+        best = plan(odds, self.costs, draft, self.most)
+        if best.plain:
+            self.found.note = (
+                f"drafts are not worth their time after {self.step} steps: no tree is predicted to gain over one token "
+                "a step, which is how it goes on"
+            )
+            warnings.warn(self.found.note, SlowDraft, stacklevel=4)
+        if before is None or best.tree != before:
+            self.found.plans.append((self.step, best))
+        return best.tree
+
+    def _choose(self, logits: Tensor, ahead: Tensor) -> Tensor:
+        """The model's own tokens `[B, N]`; ahead `[1, N]`: how many tokens after the next one."""
+        if self.draw is None:
+            return logits.argmax(-1)
+        written = torch.tensor([[len(self.found.tokens[index])] for index in self.going], device=logits.device)
+        return self.draw(logits, written + ahead, self.going)
+
+    def _write(self, new: list[list[int]]) -> list[int]:
+        """Add tokens to the texts; the places in the batch of those that go on."""
+        staying = []
+        for place, (index, tokens) in enumerate(zip(self.going, new, strict=True)):
+            text = self.found.tokens[index]
+            tokens = tokens[: self.budget - len(text)]
+            ends = [at for at, token in enumerate(tokens) if token in self.stop]
+            tokens = tokens[: ends[0] + 1] if ends else tokens
+            text += tokens
+            if self.on_tokens is not None:
+                self.on_tokens(index, tokens)
+            if not ends and len(text) < self.budget:
+                staying.append(place)
+        return staying
+
+
+def _draws(
+    count: int, budget: int, temperature: float, top_p: float, seed: int
+) -> Callable[[Tensor, Tensor, Sequence[int]], Tensor]:
+    """Draws that belong to a sequence and a place in its text: whatever is drafted, they are the same.
+
+    A token is where the sum of probabilities passes a uniform number. Sequence i draws as if alone with seed + i.
+    """
+    if temperature <= 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature={temperature} must be positive, and top_p={top_p} in (0, 1]")
+    each = [
+        torch.rand(budget, generator=torch.Generator().manual_seed(seed + i), dtype=torch.float64) for i in range(count)
+    ]
+    uniform = torch.stack(each)
+    warp = [TemperatureLogitsWarper(temperature), *([TopPLogitsWarper(top_p)] if top_p < 1 else [])]
+
+    def draw(logits: Tensor, place: Tensor, going: Sequence[int]) -> Tensor:
+        flat = logits.flatten(0, 1).double()
+        for change in warp:
+            flat = change(cast(Any, None), cast(Any, flat))
+        sums = flat.softmax(-1).cumsum(-1).view(logits.shape)
+        place = place.clamp_max(budget - 1)  # beyond the end nothing is written
+        u = uniform[torch.tensor(going)].to(logits.device).gather(1, place)[..., None] * sums[..., -1:]
+        return torch.searchsorted(sums, u, right=True)[..., 0].clamp_max(logits.shape[-1] - 1)
+
+    return draw
+
+
+def _rows(ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None, model: ManyheadsForCausalLM) -> list[list[int]]:
+    """The prompts without padding."""
+    if isinstance(ids, Tensor):
+        ids = ids[None] if ids.ndim == 1 else ids
+        if mask is not None and (mask.shape != ids.shape or bool((mask.long().diff(dim=-1) < 0).any())):
+            raise ValueError(f"the mask must be {[*ids.shape]}, padding (0) on the left")
+        keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        rows = [row[own].tolist() for row, own in zip(ids, keep, strict=True)]
+    elif mask is not None:
+        raise ValueError("lists of tokens have no padding; an attention_mask goes with a tensor")
+    else:
+        rows = [[*row] for row in ids]
+    if not rows:
+        raise ValueError("there are no prompts")
+    vocab = model.config.get_text_config().vocab_size
+    for number, row in enumerate(rows, 1):
+        if not row:
+            raise ValueError(f"prompt {number} is empty")
+        if not 0 <= min(row) <= (largest := max(row)) < vocab:
+            raise ValueError(f"token {largest} of prompt {number} is outside the model's vocabulary of {vocab}")
+    return rows
+
+
+def _stop(model: ManyheadsForCausalLM, given: Iterable[int] | None) -> set[int]:
+    if given is not None:
+        return {*given}
+    config = model.generation_config
+    ends = None if config is None else config.eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}
+
+
+__all__ = ["Acceptance", "Choose", "Decoded", "SlowDraft", "generate"]

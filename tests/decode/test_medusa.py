@@ -1,0 +1,132 @@
+"""Medusa heads: what they say at the start, what each of them learns, and that interrupts change no bit."""
+
+import json
+
+import pytest
+import torch
+from tests.stack.tiny import VOCAB, model
+from torch import nn
+
+from manyheads.convert.resume import ResumeError
+from manyheads.decode import Distillation, MedusaHeads, Seen, Tree, load, train
+from manyheads.decode.distil import loss_of
+
+HOW = Distillation(heads=2, width=4, texts=16, prompt=4, length=10, steps=6, batch=4, save_every=2)
+
+
+def beginnings(how=HOW):
+    return torch.randint(VOCAB, (how.texts, how.prompt), generator=torch.Generator().manual_seed(3))
+
+
+def test_at_the_start_every_head_says_what_the_model_says():
+    made = model("gqa")
+    heads = MedusaHeads(made, heads=3, layers=2, width=4)
+    hidden = torch.randn(2, 32)
+    want = made.get_output_embeddings()(hidden)
+    for head in range(3):
+        torch.testing.assert_close(heads(hidden, head), want, atol=0, rtol=0)
+    best = want.topk(2).indices
+    tokens = heads.draft(Seen([[1], [2]], hidden), Tree.of([(0, 1), (1,)]))
+    assert tokens.tolist() == [[a, b, b] for a, b in best.tolist()]
+
+
+def test_the_models_head_is_shared_and_not_saved():
+    """Three blocks of D² + D numbers each; |V| · D more a head would be many times that."""
+    heads = MedusaHeads(model("gqa", vocab_size=1000), heads=3, layers=2)
+    assert sum(parameter.numel() for parameter in heads.parameters()) == 3 * 2 * (32 * 32 + 32)
+    first, second = heads.heads[0]
+    assert first.weight is not second.weight and len(heads.state_dict()) == 12
+
+
+def test_each_head_learns_its_own_offset():
+    """Text in which y[t + 2 + k] is a function of y[t] for k = 1 alone: head 1 learns it, head 0 stays at chance."""
+    torch.manual_seed(0)
+    count, vocab = 16, 16
+    table = torch.randperm(vocab)
+    tokens = torch.randint(vocab, (64, 24))
+    for t in range(3, 24):
+        tokens[:, t] = table[tokens[:, t - 3]]
+    embed = torch.eye(vocab, 32)
+
+    class Stub:
+        config = type(
+            "C", (), {"get_text_config": lambda self: type("T", (), {"vocab_size": vocab, "hidden_size": 32})}
+        )()
+        device, dtype = torch.device("cpu"), torch.float32
+
+        def get_output_embeddings(self):
+            head = nn.Linear(32, vocab, bias=False).requires_grad_(False)
+            nn.init.normal_(head.weight)
+            return head
+
+    heads = MedusaHeads(Stub(), heads=2, width=4)
+    optimiser = torch.optim.AdamW(heads.parameters(), lr=3e-2)
+    hidden, targets = embed[tokens[:, :-1]], tokens[:, 1:]
+    for step in range(150):
+        rows = torch.arange(count) + count * (step % 3)
+        optimiser.zero_grad()
+        for head in range(2):
+            loss_of(heads, hidden[rows], targets[rows], head).backward()
+        assert step or all(parameter.grad.any() for parameter in heads.parameters())
+        optimiser.step()
+    heads.measure(hidden[48:], targets[48:])
+    assert heads.odds[1, 0] == 1.0 and heads.odds[0, 0] < 0.3
+
+
+def test_training_freezes_the_model_and_goes_on_with_equal_bits(tmp_path):
+    made = model("gqa")
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    whole = train(made, beginnings(), tmp_path / "whole", HOW)
+
+    for stop_at in (("text", 2), ("heads", 3), ("heads", 5)):
+
+        def interrupt(stage, done, total, stop_at=stop_at):
+            if (stage, done) == stop_at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            train(made, beginnings(), tmp_path / "parts", HOW, progress=interrupt)
+    with pytest.raises(ResumeError, match="steps was 6, is 7"):
+        train(made, beginnings(), tmp_path / "parts", Distillation(**{**HOW.__dict__, "steps": 7}))
+    parts = train(made, beginnings(), tmp_path / "parts", HOW)
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, parts.state_dict()[name]) and weight.any()
+    for file in ("heads.safetensors", "drafter.json"):
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+    assert all(parameter.requires_grad for parameter in made.parameters()) and not made.training
+    with pytest.raises(FileExistsError):
+        train(made, beginnings(), tmp_path / "whole", HOW)
+
+
+def test_a_drafter_comes_back_for_its_own_model_alone(tmp_path):
+    made = model("gqa")
+    heads = MedusaHeads(made, heads=2, width=4)
+    for parameter in heads.parameters():
+        nn.init.normal_(parameter)
+    heads.odds = torch.rand(2, 4).double()
+    heads.save(tmp_path, made, name="one")
+    again = load(tmp_path, made)
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
+    assert torch.equal(heads.odds, again.odds)
+    load(tmp_path, model("gqa").bfloat16())  # the same model in another dtype
+    other = model("gqa")
+    with torch.no_grad():
+        list(other.attentions[1].parameters())[-1].mul_(1.5)
+    with pytest.raises(ValueError, match=r"made for the model one \(.*not for two \("):
+        load(tmp_path, other, name="two")
+    told = json.loads((tmp_path / "drafter.json").read_text())
+    for change, why in (({"kind": "other"}, "kind 'other'"), ({"odds": [[1.0]]}, "odds"), ({"heads": 3}, "speaks of")):
+        (tmp_path / "drafter.json").write_text(json.dumps(told | change))
+        with pytest.raises(ValueError, match=why):
+            load(tmp_path, made)
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least 16"):
+        Distillation(texts=3)
+    with pytest.raises(ValueError, match="teaches 5 heads nothing"):
+        Distillation(heads=5, length=5)
+    with pytest.raises(ValueError, match=r"16 of 4 tokens are wanted"):
+        train(model("gqa"), torch.zeros(2, 2, dtype=torch.long), tmp_path / "out", HOW)
+    assert not (tmp_path / "out").exists()
