@@ -44,7 +44,7 @@ def heal(
     ce: Annotated[float, typer.Option(help="Weight of the cross-entropy.")] = 0.1,
     kl: Annotated[float, typer.Option(help="Weight of the KL divergence from the teacher.")] = 1.0,
     relations: Annotated[int, typer.Option(help="Relation heads of a loss on the last attention layers; 0: none.")] = 0,
-    lr: Annotated[float, typer.Option(help="Learning rate at its highest, relative to each weight's size.")] = 5e-4,
+    lr: Annotated[float, typer.Option(help="Learning rate at its highest, relative to each weight's size.")] = 3e-4,
     every: Annotated[int, typer.Option(help="Steps between held-out losses, and between checkpoints.")] = 25,
     patience: Annotated[
         int, typer.Option(help="Stop after so many held-out losses without a better one; 0: never.")

@@ -62,7 +62,7 @@ class Distil:
     relations: Relations | None = None
     train: Literal["attention", "all"] = "attention"
     lora: int = 0
-    lr: float = 5e-4
+    lr: float = 3e-4
     warmup: int | None = None
     decay: float = 0.0
     clip: float = 1.0
