@@ -171,6 +171,6 @@ def test_compile(spec):
         compiled = torch.compile(layer, fullgraph=True)
         y = compiled(x)
     want = layer(x)
-    torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)
+    assert (y - want).norm() < 1e-5 * want.norm()  # not number by number: small ones are sums of large ones
     got, wanted = (torch.autograd.grad(out.pow(2).sum(), x)[0] for out in (y, want))
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    assert (got - wanted).norm() < 1e-4 * wanted.norm()
