@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,16 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
 
 def write_text(text: str, file: Path) -> None:
     """Whole or not at all; several processes may write the same file."""
+    with whole_file(file) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """A temporary neighbour to write, one for each process, that takes the name of `file` when the block ends well."""
     partial = file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        partial.write_text(text + "\n", encoding="utf-8")
+        yield partial
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)

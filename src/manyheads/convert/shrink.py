@@ -32,7 +32,7 @@ from manyheads.convert.moves.mla import ToMLA, choose, chosen
 from manyheads.convert.moves.qkv_sharing import ToTied
 from manyheads.convert.moves.tensorllm import ToTensor
 from manyheads.convert.plan import Goal, Shape, check_uniform
-from manyheads.convert.resume import check_resume, write_text
+from manyheads.convert.resume import check_resume, whole_file, write_text
 from manyheads.convert.share import check_shared, shrink_shared
 from manyheads.convert.stats import AttentionStats, Pairs, measure, power, sensitivity
 from manyheads.convert.stream import InMemory, Layers, attention_of, layer_name, put_attention, run
@@ -467,9 +467,5 @@ def _digest(tokens: Tensor) -> str:
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     """Whole or not at all."""
-    partial = file.with_suffix(".tmp")
-    try:
+    with whole_file(file) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
-        partial.rename(file)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from manyheads.convert.resume import whole_file
+
 T = TypeVar("T")
 
 
@@ -34,14 +36,10 @@ def rate(step: int, steps: int, lr: float, warmup: int) -> float:
 
 def save_state(state: dict[str, Any], file: Path) -> None:
     """Whole or not at all."""
-    partial = file.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        buffer = io.BytesIO()  # torch's own writer does not say that a disk is full
-        torch.save(state, buffer)
+    buffer = io.BytesIO()  # torch's own writer does not say that a disk is full
+    torch.save(state, buffer)
+    with whole_file(file) as partial:
         partial.write_bytes(buffer.getbuffer())
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_state(file: Path) -> dict[str, Any]:

@@ -8,10 +8,7 @@ text and every step follows from the seed and its number, so a job that goes on 
 from __future__ import annotations
 
 import hashlib
-import io
 import math
-import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from manyheads.convert.resume import check_resume
+from manyheads.convert.resume import check_resume, whole_file
 from manyheads.convert.text import windows
+from manyheads.convert.training import load_state, readable, save_state
 from manyheads.decode.identity import Identity
 from manyheads.decode.medusa import DESCRIPTION, WEIGHTS, MedusaHeads
 from manyheads.decode.steps import generate
@@ -139,7 +137,8 @@ def _write(model: ManyheadsForCausalLM, begun: Tensor, how: Distillation, work: 
                 model, part, None, how.length, sample=how.sample, seed=how.seed + number * how.batch, stop=()
             )
             new = torch.tensor(found.tokens)
-            _whole(file, lambda to, new=new, part=part: save_file({"tokens": torch.cat([part.cpu(), new], 1)}, to))
+            with whole_file(file) as partial:
+                save_file({"tokens": torch.cat([part.cpu(), new], 1)}, partial)
         rows.append(load_file(file)["tokens"])
         progress("text", number + 1, len(parts))
     return torch.cat(rows)
@@ -197,18 +196,14 @@ class _Training:
 
     def _save(self) -> None:
         state = {"heads": self.heads.state_dict(), "optimiser": self.optimiser.state_dict(), "done": self.done}
-        buffer = io.BytesIO()  # torch's own writer does not say that a disk is full
-        torch.save(state, buffer)
-        _whole(self.file, lambda to: to.write_bytes(buffer.getbuffer()))
+        save_state(state, self.file)
 
     def _load(self) -> None:
-        try:
-            state = torch.load(self.file, weights_only=True)
+        with readable(self.file):
+            state = load_state(self.file)
             self.heads.load_state_dict(state["heads"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.done = state["done"]
-        except (KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{self.file} cannot be read; remove it, and training starts anew") from error
 
 
 def loss_of(heads: MedusaHeads, hidden: Tensor, targets: Tensor, head: int) -> Tensor:
@@ -216,15 +211,6 @@ def loss_of(heads: MedusaHeads, hidden: Tensor, targets: Tensor, head: int) -> T
     wanted = targets[:, head + 1 :]
     known = wanted >= 0
     return F.cross_entropy(heads(hidden[:, : wanted.shape[1]][known], head).float(), wanted[known])
-
-
-def _whole(file: Path, write: Callable[[Path], object]) -> None:
-    partial = file.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        write(partial)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 __all__ = ["DESCRIPTION", "WEIGHTS", "Distillation", "loss_of", "train"]
