@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from manyheads.multi.head import Head, register_head
+from manyheads.multi.head import register_head
+from manyheads.multi.heads.numbers import RowHead
 from manyheads.multi.heads.regression import SOFT
 
 
 @register_head("density")
 @dataclass(frozen=True)
-class Density(Head):
+class Density(RowHead):
     """p(y) = Σ_m π_m Π_d N(y_d; μ_md, σ_md²); outputs `[B, components, 1 + 2 size]`: a logit, means, log deviations.
 
     Loss: -log p(y). Labels `[B, size]`, or `[B]` where size is 1; a place is a row with any known number, and missing
@@ -24,7 +25,6 @@ class Density(Head):
     Source: Bishop, Mixture Density Networks (1994).
     """
 
-    dtype = "number"
     better = "lower"
     temper = None
 
@@ -36,8 +36,7 @@ class Density(Head):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ask(self.components > 0, f"components={self.components}; at least 1")
-        self.ask(self.size > 0, f"size={self.size}; at least 1")
-        self.ask(self.scale > 0 and math.isfinite(self.scale), f"scale={self.scale} is not above 0")
+        self.ask_numbers()
 
     def build(self, width: int) -> nn.Module:
         net = self.layers(width, self.components * (1 + 2 * self.size))
@@ -54,36 +53,23 @@ class Density(Head):
         logits, means, spreads = output.split([1, self.size, self.size], -1)
         return logits.squeeze(-1).log_softmax(-1), means, SOFT * (spreads / SOFT).tanh()
 
-    def shape(self, features: Tensor) -> tuple[int, ...]:
-        return (features.shape[0],) if self.size == 1 else (features.shape[0], self.size)
-
-    def known(self, target: Tensor) -> Tensor:
-        return ~target.isnan() if target.dim() == 1 else (~target.isnan()).any(-1)
-
-    def check(self, target: Tensor, known: Tensor, features: Tensor) -> None:
-        self.finite(target, ~target.isnan())
-
     def losses(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         weights, means, spreads = self._parts(output[known])
-        true = ((target[known] - self.shift) / self.scale).view(-1, 1, self.size)
-        missing = true.isnan()
-        gap = (true.masked_fill(missing, 0) - means) * (-spreads).exp()
+        true, missing = self.scaled(target, known)
+        gap = (true - means) * (-spreads).exp()
         each = (-0.5 * gap**2 - spreads - 0.5 * math.log(2 * math.pi)).masked_fill(missing, 0)
         return -(weights + each.sum(-1)).logsumexp(-1)
 
     def predict(self, output: Tensor) -> Tensor:
         weights, means, _ = self._parts(output)
-        mean = (weights.exp()[..., None] * means).sum(-2) * self.scale + self.shift
-        return mean.squeeze(-1) if self.size == 1 else mean
+        return self.labels((weights.exp()[..., None] * means).sum(-2))
 
     def sample(self, output: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One draw of each row, in the labels' unit."""
         weights, means, spreads = self._parts(output)
         pick = torch.multinomial(weights.exp(), 1, generator=generator)[..., None].expand(-1, 1, self.size)
         noise = torch.randn(means.shape[0], self.size, generator=generator, device=means.device, dtype=means.dtype)
-        drawn = means.gather(1, pick).squeeze(1) + spreads.gather(1, pick).squeeze(1).exp() * noise
-        drawn = drawn * self.scale + self.shift
-        return drawn.squeeze(-1) if self.size == 1 else drawn
+        return self.labels(means.gather(1, pick).squeeze(1) + spreads.gather(1, pick).squeeze(1).exp() * noise)
 
     def sums(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         cells = ~target.isnan()

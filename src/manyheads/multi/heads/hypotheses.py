@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyheads.multi.head import Head, register_head
+from manyheads.multi.head import register_head
+from manyheads.multi.heads.numbers import RowHead
 
 
 def choose(errors: Tensor, relaxed: float = 0.0, temperature: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,7 @@ def choose(errors: Tensor, relaxed: float = 0.0, temperature: float = 0.0) -> tu
 
 @register_head("hypotheses")
 @dataclass(frozen=True)
-class Hypotheses(Head):
+class Hypotheses(RowHead):
     """Outputs `[B, count, size + 1]`: K guesses, and a logit of each being the best; labels `[B, size]` (`[B]` for 1).
 
     The error of a guess is its mean squared distance over known numbers, the winner is chosen once a row (`choose`);
@@ -43,7 +44,6 @@ class Hypotheses(Head):
     of the mean squared distance of the nearest guess.
     """
 
-    dtype = "number"
     better = "lower"
     count: int = 4
     size: int = 1
@@ -56,12 +56,11 @@ class Hypotheses(Head):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ask(self.count > 0, f"count={self.count}; at least 1")
-        self.ask(self.size > 0, f"size={self.size}; at least 1")
+        self.ask_numbers()
         self.ask(0 <= self.relaxed < 1, f"relaxed={self.relaxed} is not in [0, 1)")
         self.ask(self.temperature >= 0, f"temperature={self.temperature} is negative")
         self.ask(not (self.relaxed and self.temperature), "relaxed and temperature exclude each other")
         self.ask(self.score >= 0, f"score={self.score} is negative")
-        self.ask(self.scale > 0 and math.isfinite(self.scale), f"scale={self.scale} is not above 0")
 
     def build(self, width: int) -> nn.Module:
         return self.layers(width, self.count * (self.size + 1))
@@ -69,20 +68,10 @@ class Hypotheses(Head):
     def output(self, net: nn.Module, features: Tensor, mask: Tensor | None) -> Tensor:
         return net(features).unflatten(-1, (self.count, self.size + 1))
 
-    def shape(self, features: Tensor) -> tuple[int, ...]:
-        return (features.shape[0],) if self.size == 1 else (features.shape[0], self.size)
-
-    def known(self, target: Tensor) -> Tensor:
-        return ~target.isnan() if target.dim() == 1 else (~target.isnan()).any(-1)
-
-    def check(self, target: Tensor, known: Tensor, features: Tensor) -> None:
-        self.finite(target, ~target.isnan())
-
     def errors(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         """`[n, K]`: of each known row and guess."""
-        true = ((target[known] - self.shift) / self.scale).view(-1, 1, self.size)
-        missing = true.isnan()
-        gap = (output[known][..., :-1] - true.masked_fill(missing, 0)).masked_fill(missing, 0)
+        true, missing = self.scaled(target, known)
+        gap = (output[known][..., :-1] - true).masked_fill(missing, 0)
         return (gap**2).sum(-1) / (~missing).sum(-1)
 
     def losses(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
@@ -93,8 +82,7 @@ class Hypotheses(Head):
 
     def predict(self, output: Tensor) -> Tensor:
         best = output[..., -1].argmax(-1)
-        guess = output[torch.arange(len(best), device=best.device), best, :-1] * self.scale + self.shift
-        return guess.squeeze(-1) if self.size == 1 else guess
+        return self.labels(output[torch.arange(len(best), device=best.device), best, :-1])
 
     def sums(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         errors = self.errors(output, target, known).double() * self.scale**2

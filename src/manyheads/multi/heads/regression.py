@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn, stack
 
-from manyheads.multi.head import Head, register_head
+from manyheads.multi.head import register_head
+from manyheads.multi.heads.numbers import NumberHead
 
 LOSSES = ("squared", "absolute", "huber")
 SOFT = 10.0
@@ -17,7 +18,7 @@ SOFT = 10.0
 
 @register_head("regression")
 @dataclass(frozen=True)
-class Regression(Head):
+class Regression(NumberHead):
     """Means `[B, size]`; labels `[B, size]`, or `[B]` where size is 1; a place is a cell.
 
     uncertainty: outputs `[B, size, 2]`, the mean m and the log variance s; loss ½ (exp(-s)(y - m)² + s).
@@ -25,7 +26,6 @@ class Regression(Head):
     in the labels' unit.
     """
 
-    dtype = "number"
     better = "lower"
     temper = 0.5
 
@@ -37,10 +37,9 @@ class Regression(Head):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.ask(self.size > 0, f"size={self.size}; at least 1")
+        self.ask_numbers()
         self.ask(self.loss in LOSSES, f"loss={self.loss!r} is none of {', '.join(LOSSES)}")
         self.ask(not self.uncertainty or self.loss == "squared", "uncertainty goes with loss=squared")
-        self.ask(self.scale > 0 and math.isfinite(self.scale), f"scale={self.scale} is not above 0")
         if self.uncertainty or self.loss != "squared":  # a likelihood of its own, or no Gaussian one
             object.__setattr__(self, "temper", None if self.uncertainty else 1.0)
 
@@ -53,9 +52,6 @@ class Regression(Head):
             return out
         mean, log_variance = out.unflatten(-1, (self.size, 2)).unbind(-1)
         return stack([mean, SOFT * (log_variance / SOFT).tanh()], -1)
-
-    def shape(self, features: Tensor) -> tuple[int, ...]:
-        return (features.shape[0],) if self.size == 1 else (features.shape[0], self.size)
 
     def check(self, target: Tensor, known: Tensor, features: Tensor) -> None:
         self.finite(target, known)
