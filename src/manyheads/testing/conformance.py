@@ -34,8 +34,27 @@ EXACT = 1e-9
 """Equal in float64, up to the order of sums."""
 
 
+class Batch:
+    """The inputs that a case draws. Its fields are the case's own."""
+
+    dim: int
+    tokens: int
+    padding: tuple[int, ...]
+    seed: int
+
+    @property
+    def x(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randn(len(self.padding), self.tokens, self.dim, generator=generator, dtype=torch.float64)
+
+    @property
+    def valid(self) -> Tensor:
+        """bool `[B, T]`, False on padding."""
+        return torch.arange(self.tokens)[None] >= torch.tensor(self.padding)[:, None]
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Batch):
     """A spec and a tiny batch, left-padded. Weights are drawn anew: at their first values many parts do nothing."""
 
     spec: str
@@ -52,16 +71,6 @@ class Case:
         for parameter in layer.parameters():
             nn.init.normal_(parameter, std=0.3)
         return layer
-
-    @property
-    def x(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        return torch.randn(len(self.padding), self.tokens, self.dim, generator=generator, dtype=torch.float64)
-
-    @property
-    def valid(self) -> Tensor:
-        """bool `[B, T]`, False on padding."""
-        return torch.arange(self.tokens)[None] >= torch.tensor(self.padding)[:, None]
 
     @property
     def positions(self) -> Tensor:

@@ -16,11 +16,11 @@ from manyheads.core.flow import Links
 from manyheads.core.mask import Axis
 from manyheads.core.part import Site
 from manyheads.core.registry import all_feeds
-from manyheads.testing.conformance import close, hold
+from manyheads.testing.conformance import Batch, close, hold
 
 
 @dataclass(frozen=True)
-class FeedCase:
+class FeedCase(Batch):
     """A feed-forward's line and a tiny batch, left-padded. Weights are drawn anew."""
 
     line: str
@@ -41,16 +41,6 @@ class FeedCase:
         for parameter in module.parameters():
             nn.init.normal_(parameter, std=0.3)
         return module
-
-    @property
-    def x(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        return torch.randn(len(self.padding), self.tokens, self.dim, generator=generator, dtype=torch.float64)
-
-    @property
-    def valid(self) -> Tensor:
-        """bool `[B, T]`, False on padding."""
-        return torch.arange(self.tokens)[None] >= torch.tensor(self.padding)[:, None]
 
 
 def run(module: nn.Module, x: Tensor, valid: Tensor | None = None, links: Links | None = None) -> Tensor:
