@@ -172,6 +172,18 @@ def test_optional_keys_may_be_missing_or_null(result, tmp_path):
     assert page.figures[1]["data"] == []
 
 
+def test_a_plan_says_what_it_was_chosen_from(result, tmp_path):
+    tried = [
+        {"name": name, "cost": cost, "harm": 0.1, "loss": 2.3, "kl": kl}
+        for name, cost, kl in (("source", 1.0, 0.0), ("mixed", 0.25, 0.1), ("mla", 0.25, 0.2))
+    ]
+    result["candidates"][1]["planned"] = {"method": "mixed", "tried": tried, "reasons": ["mixed is nearest", "<b>"]}
+    text = written(result, tmp_path)
+    page = Page(text)
+    assert [" ".join(row[0].split()) for row in page.rows["tried"][1:]] == ["quarter mixed", "quarter mla"]
+    assert "&lt;b&gt;" in text and {trace.get("name") for trace in page.figures[2]["data"]} == {None, "mixed", "mla"}
+
+
 REQUIRED = [
     ("model",), ("text",), ("text", "evaluation"), ("source",), ("source", "kl"), ("candidates",),
     ("candidates", 1, "decode_ms"), ("candidates", 0, "sample"), ("seconds",), ("machine",),

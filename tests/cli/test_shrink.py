@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from manyheads.bench import job
 from manyheads.cli import output
-from manyheads.convert import shrink as conversion
+from manyheads.convert import survey as conversion
 
 ROW = {
     "name", "spec", "specs", "kv_floats_per_token_layer", "kv_bytes_per_token", "perplexity", "perplexity_second", "kl",
     "top1", "decode_ms", "peak_mb", "sample",
 }  # fmt: skip
-CANDIDATE = ROW | {"plan", "damage", "damage_healed", "distil", "folder"}
+CANDIDATE = ROW | {"plan", "planned", "damage", "damage_healed", "distil", "folder"}
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -176,7 +176,7 @@ def nothing_loaded(monkeypatch):
     [
         (["--kv", "1%"], "no mla fits 1% (0 numbers a token and layer); the smallest is 8 (16.67%)"),
         (["--kv", "10%", "--to", "gqa"], "no gqa fits 10% (4 numbers a token and layer); the smallest is 12 (25%)"),
-        (["--kv", "7", "--to", "auto"], "no method fits 7 (7 numbers a token and layer); the smallest is 8 (16.67%)"),
+        (["--kv", "5", "--to", "auto"], "no plan fits 10.4167% of the source's cache; the smallest is 12.5%"),
         (["--kv", "100%", "--to", "gqa"], "a budget of 100% leaves nothing to shrink: the source caches 48 numbers"),
         (["--kv", "half"], "a budget reads 50% (of the source's cache) or 192"),
         (["--kv", "50%", "--kv", " 50 %"], "two budgets are the same: mla-50"),
@@ -287,6 +287,16 @@ def test_disk_full_at_the_first_byte_leaves_nothing(tiny, tmp_path, monkeypatch)
     line = refused("shrink", tiny, "--out", tmp_path / "new" / "o", *SMALL)
     assert "the disk is full: writing " in line and "nothing of it is left" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_target_is_of_a_plan(tiny, tmp_path):
+    ran = run("shrink", tiny, "--target", "speed", "--out", tmp_path / "o")
+    assert ran.code == 2 and "a target is of --to auto, not of --to mla" in ran.err
+    small = ["--contexts", "none", "--json", "--out", tmp_path / "p", *SMALL[:4]]
+    ran = run("shrink", tiny, "--to", "auto", "--target", "speed", "--kv", "90%", *small)
+    (row,) = json.loads(ran.out.splitlines()[-1])["candidates"]
+    assert row["name"] == "auto-speed-90" and row["planned"]["reasons"]
+    assert "why auto-speed-90:" in ran.out
 
 
 def test_disk_full_later_keeps_what_is_finished_for_resume(tiny, shrunk, tmp_path, monkeypatch):

@@ -9,9 +9,11 @@ from transformers import AutoModelForCausalLM
 from manyheads.convert.account import account
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import METHODS, Latent, Merge, read_method
+from manyheads.convert.moves.of_goal import adjusted_heads, adjusted_ranks
 from manyheads.convert.plan import BudgetError, Goal, Shape, make_goal
-from manyheads.convert.shrink import adjusted_heads, adjusted_ranks, refuse, shape_of, shrink, turning_damage
+from manyheads.convert.shrink import refuse, shape_of, shrink
 from manyheads.convert.stream import InMemory
+from manyheads.convert.survey import turning_damage
 from manyheads.core.part import OptionError
 
 SHAPE = Shape(kv_heads=4, qk_width=32, v_width=32)
@@ -47,7 +49,7 @@ def test_lines_read_back(line):
         ("mlaa", "no method 'mlaa' (there are mla, gqa, auto, .*did you mean mla"),
         ("gqa(median)", "median is none of best, fitted, lowrank, mean, first, random"),
         ("gqa(keep=high)", "'gqa' has no option 'keep'; it has how, basis"),
-        ("auto(mean)", "has no option|without its name"),
+        ("auto(mean)", "target"),
         ("gqa(mean, basis=weights)", "basis=weights is an option of how=lowrank"),
         ("mla(slots=heads)", "keep=damage chooses among slots=fitted; with slots=heads keep is high, low"),
         ("mla(norm)", "slots=heads, not slots=fitted"),
@@ -135,8 +137,8 @@ def test_every_method_makes_a_model_of_its_budget(line, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / goal.name)
     owners = zip(loaded.specs, loaded.config.kv_source, strict=True)
     costs = [float(spec.cost(64, 4).cache_floats) for spec, source in owners if source is None]
-    assert sum(costs) == goal.floats * len(loaded.specs)
-    if "adjusted" not in str(line) and line not in ("dha", "share"):
+    assert sum(costs) == goal.floats * len(loaded.specs) or (line == "auto" and sum(costs) <= goal.floats * len(costs))
+    if "adjusted" not in str(line) and line not in ("dha", "share", "auto"):
         assert set(costs) == {goal.floats}
     limit = 1 if goal.to in ("mla", "auto") else 3  # heads of a random model have nothing in common
     assert all(0 <= each.fitted < limit for each in lost)

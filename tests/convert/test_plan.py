@@ -32,7 +32,7 @@ def test_a_budget_of_everything_merges_nothing_and_clips_the_latent_with_a_note(
     assert goal.note is not None and said in goal.note
 
 
-@pytest.mark.parametrize(("to", "smallest"), [("mla", SMALLEST_LATENT), ("gqa", 96), ("auto", SMALLEST_LATENT)])
+@pytest.mark.parametrize(("to", "smallest"), [("mla", SMALLEST_LATENT), ("gqa", 96)])
 def test_the_smallest_budget_is_reached_and_the_next_below_is_refused_with_it(to, smallest):
     assert make_goal(str(smallest), to, SHAPE).floats == smallest
     with pytest.raises(BudgetError, match=rf"the smallest is {smallest} "):

@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from manyheads.convert import resume
 from manyheads.convert import shrink as job
+from manyheads.convert import survey as surveys
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.moves.gqa import ToGQA
 from manyheads.convert.plan import Goal, make_goal
 from manyheads.convert.resume import ResumeError
-from manyheads.convert.shrink import Calibration, Damage, shape_of, shrink, stretched
+from manyheads.convert.shrink import Damage, shape_of, shrink
 from manyheads.convert.stream import InMemory, OnDisk, attention_of, put_attention, run
+from manyheads.convert.survey import Calibration, stretched, surveyed
 from manyheads.core.part import OptionError
 from manyheads.stack import ManyheadsForCausalLM
 from manyheads.stack.seam import SeamAttention
@@ -148,7 +150,7 @@ def test_an_interrupt_before_or_after_any_write_changes_nothing(uninterrupted, b
     layers = InMemory(source(layers=2))
     wanted = goals(layers, ("50%", "mla"))
     one_goal = {name: content for name, content in uninterrupted.items() if not name.startswith("gqa")}
-    writes = [(job, "_save"), (job, "write_text"), (resume, "write_text")]
+    writes = [(job, "save"), (surveys, "save"), (job, "write_text"), (resume, "write_text")]
 
     def armed(write, stop):
         def wrapped(what, file):
@@ -184,8 +186,8 @@ def test_what_is_done_is_not_done_again(tmp_path, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(job, "measure", never)
-    monkeypatch.setattr(job, "sensitivity", never)
+    monkeypatch.setattr(surveys, "measure", never)
+    monkeypatch.setattr(surveys, "sensitivity", never)
     both = shrink(layers, tokens(), goals(layers, ("50%", "mla"), ("25%", "mla")), tmp_path, heal=HEAL)
     assert both[0] == first[0]
     after = files(tmp_path)
@@ -241,7 +243,7 @@ def test_a_merge_is_never_worse_than_pooling_in_any_layer(tmp_path):
     layers, windows = InMemory(source()), tokens()
     goal = goals(layers, ("50%", "gqa"))
     (lost,) = shrink(layers, windows, goal, tmp_path, stretch=0, bfloat16=False)
-    stats, felt = job.surveyed(tmp_path / "survey", 0)
+    stats, felt = surveyed(tmp_path / "survey", 0)
     with layers.open(0) as block:
         seen = run(block, layers.config, layers.embed(windows))
         attention = attention_of(block, layers.config)
@@ -306,7 +308,7 @@ def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     layers = InMemory(source())
-    monkeypatch.setattr(job, "save_file", full)
+    monkeypatch.setattr(surveys, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         shrink(layers, tokens(), goals(layers), tmp_path)
     assert not list(tmp_path.rglob("*.tmp"))

@@ -91,9 +91,9 @@ def shrink_model(
     Args:
         model: a hub name, a folder, a GGUF file, or `smollm2`.
         budgets: `50%` of the source's cache, or a number of floats a token and layer; one candidate each.
-        to: `mla`, `gqa`, `auto` (the one that does less damage, layer by layer), `share` (layers that read the rows of
-            others, which nothing heals), or a published method, with options such as `gqa(mean)` or
-            `mha2mla(keep=uniform)`; see `manyheads list --methods`.
+        to: `mla`, `gqa`, `auto` (a plan: each layer becomes what hurts least, see `convert.planner`), `share` (layers
+            that read the rows of others, which nothing heals), or a published method, with options such as `gqa(mean)`
+            or `mha2mla(keep=uniform)`; see `manyheads list --methods`.
         texts: files to calibrate on (first 80 %) and to evaluate on (the rest), instead of Python's help texts.
         heal: `layerwise`, a number of steps a layer, `none`, or the options themselves.
         end_to_end: steps of training that follow for each candidate, on the text that calibrates (see `distil`), or its
@@ -171,7 +171,8 @@ def shrink_model(
     shutil.rmtree(out / "survey", ignore_errors=True)
     for folder in (TRAINING, HEALED):
         shutil.rmtree(out / folder, ignore_errors=True)
-    for scrap in (out / "job.json", *(out / goal.name / "damage.json" for goal in goals)):
+    plans = [out / f"{goal.name}.plan.json" for goal in goals]
+    for scrap in (out / "job.json", *plans, *(out / goal.name / "damage.json" for goal in goals)):
         scrap.unlink(missing_ok=True)
     return result
 
@@ -377,6 +378,7 @@ def _measure(
                 "damage": [entry.fitted for entry in damage],
                 "damage_healed": [entry.healed for entry in damage],
                 "plan": goal.to == "auto" and len(set(made["specs"])) > 1,
+                "planned": _planned(candidate.config.notes.get("plan")),
                 "distil": candidate.config.notes.get("healed"),
             }
         )
@@ -384,6 +386,11 @@ def _measure(
         gc.collect()
     rows[0]["decode_ms"] = {str(context): Timing(tuple(samples)).median for context, samples in beside.items()}
     return rows
+
+
+def _planned(plan: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Of a plan, what it was chosen from and why."""
+    return plan and {"method": plan["method"] or "mixed"} | {key: plan[key] for key in ("tried", "reasons")}
 
 
 def examine(

@@ -31,12 +31,15 @@ from manyheads.bench.page import (
     write_page,
 )
 
+_PLANNED: dict[str, Any] = {
+    "method": str, "reasons": [str], "tried": [{"name": str, "cost": float, "harm": float, "loss": float, "kl": float}],
+}  # fmt: skip
 # The shape of a result. A key that ends in "?" may be missing or null; "*" stands for any key.
 _ROW: dict[str, Any] = {
     "name": str, "spec": str, "kv_floats_per_token_layer": float, "kv_bytes_per_token": float,
     "perplexity": float, "perplexity_second?": float, "kl": float, "top1": float,
     "decode_ms": {"*": float}, "peak_mb": float, "sample": str, "damage?": [float], "damage_healed?": [float],
-    "stages?": {"*": float}, "plan?": bool, "folder?": str, "specs?": [str],
+    "stages?": {"*": float}, "plan?": bool, "folder?": str, "specs?": [str], "planned?": _PLANNED,
 }  # fmt: skip
 _RESULT: dict[str, Any] = {
     "model": str, "date": str, "prompt": str, "machine": str, "seconds": {"*": float},
@@ -75,11 +78,14 @@ def write_report(result: Mapping[str, Any], path: Path) -> Path:
         "figures": _figures_table(rows, columns),
         "damage": _damage_table(run["candidates"]),
         "stages": _stages_table(run["candidates"]),
+        "plans": _plans(run["candidates"]),
         "prompt": el("p", "Each continues the prompt ", el("q", run["prompt"]), "."),
         "samples": join(_sample(row, run["source"], index) for index, row in enumerate(rows)),
         "method": _method(run),
     }
     charts = {"quality": _quality(rows, columns), "damage": _damage(run["candidates"])}
+    if any(row["planned"] for row in run["candidates"]):
+        charts["plans"] = _tried(run["candidates"])
     return write_page(path, "report.html", f"{run['model']}: {finding}", texts, charts)
 
 
@@ -206,6 +212,27 @@ def _damage(candidates: Sequence[Row]) -> dict[str, Any]:
     return figure_of(data, ("layer", {"zeroline": False}), ("relative output error", y), showlegend=True)
 
 
+def _tried(candidates: Sequence[Row]) -> dict[str, Any]:
+    """Divergence against cost of every whole plan that was tried, one colour a method, a line of the best."""
+    points: dict[str, list[Mapping[str, Any]]] = {}
+    for row in candidates:
+        for each in row["planned"]["tried"] if row["planned"] else ():
+            if each["name"] != "source":
+                points.setdefault(each["name"], []).append(each)
+    best = pareto((100 * each["cost"], each["kl"]) for tried in points.values() for each in tried)
+    line = {"shape": "hv", "color": "var(--muted)", "width": 1.5, "dash": "dot"}
+    data = [trace_of("lines", *zip(*best, strict=True), line=line, hoverinfo="skip", showlegend=False)]
+    for index, (name, tried) in enumerate(points.items(), start=1):
+        tried = sorted(tried, key=lambda each: each["cost"])
+        hover = f"<b>{label_of(name)}</b>, %{{x:.1f}} % of the source's<br>KL %{{y:.4f}} nats<extra></extra>"
+        x, y = [100 * each["cost"] for each in tried], [each["kl"] for each in tried]
+        look = {"name": label_of(name), "marker": {**look_of(index), "size": 10}, "hovertemplate": hover}
+        data.append(trace_of("lines+markers", x, y, line={"color": look_of(index)["color"], "width": 1}, **look))
+    y = {"type": "log"} if all(y > 0 for trace in data for y in trace["y"]) else {"rangemode": "tozero"}
+    x = {"ticksuffix": " %", "rangemode": "tozero"}
+    return figure_of(data, ("cost, share of the source's", x), ("KL to the source, nats a token", y), showlegend=True)
+
+
 # --- tables and text
 
 
@@ -233,6 +260,35 @@ def _stages_table(candidates: Sequence[Row]) -> Html:
     head = ["Candidate", *(join([_STAGES.get(key, key), el("small", "nats / token")]) for key in keys)]
     body = ([_named(row, index), *(number(row["stages"].get(key), 4) for key in keys)] for index, row in staged)
     return table_of("Loss after each stage of the conversion", head, body, "stages") if staged else Html()
+
+
+def _plans(candidates: Sequence[Row]) -> Html:
+    """What plans were chosen from, and why each layer became what it is."""
+    planned = [(index, row) for index, row in enumerate(candidates, start=1) if row["planned"]]
+    if not planned:
+        return Html()
+    body = [
+        [join([_named(row, index), " ", el("small", each["name"])]), number(100 * each["cost"], 1),
+         number(each["kl"], 4), number(each["loss"], 4)]
+        for index, row in planned for each in row["planned"]["tried"] if each["name"] != "source"
+    ]  # fmt: skip
+    label = "Divergence from the source against cost, of each plan that was tried. A table with the numbers follows."
+    return el(
+        "section",
+        el("h2", "What the plans were chosen from", id_="plans-title"),
+        el("p", "Each is put into the whole model without healing, and tried on text that no fit has seen."),
+        el("figure", el("div", class_="chart", id_="plans", role="group", aria_label=label)),
+        table_of("Whole plans", ["Plan", "Cost, %", "KL", "Loss"], body, "tried"),
+        *(
+            el("details", el("summary", f"{row['name']}, layer by layer"), el("ul", *_lines(row["planned"]["reasons"])))
+            for _, row in planned
+        ),
+        aria_labelledby="plans-title",
+    )
+
+
+def _lines(texts: Sequence[str]) -> list[Html]:
+    return [el("li", text) for text in texts]
 
 
 def _sample(row: Row, source: Row, index: int) -> Html:

@@ -27,11 +27,18 @@ def shrink(
         str,
         typer.Option(
             metavar="METHOD",
-            help="mla: latent attention. gqa: fewer key heads. auto: whichever harms a layer less. share: layers read "
-            "the cache of others. Published methods: see 'manyheads list --methods'. Options as in 'gqa(mean)' or "
-            "'mha2mla(keep=uniform, rotary=16)'; a wrong one is answered with those that there are.",
+            help="mla: latent attention. gqa: fewer key heads. auto: a plan, each layer becomes what hurts least. "
+            "share: layers read the cache of others. Published methods: see 'manyheads list --methods'. Options as in "
+            "'gqa(mean)' or 'mha2mla(keep=uniform, rotary=16)'; a wrong one is answered with those that there are.",
         ),
     ] = "mla",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Of --to auto, what the budget is a share of: cache, params (of attention), or speed (numbers read "
+            "in a decode step)."
+        ),
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -70,6 +77,10 @@ def shrink(
     from manyheads.bench import job
     from manyheads.convert.methods import read_method
 
+    if target is not None:
+        if to.strip() != "auto":
+            raise typer.BadParameter(f"a target is of --to auto, not of --to {to}", param_hint="--target")
+        to = f"auto(target={target})"
     try:
         read_method(to)
     except ValueError as error:
@@ -112,6 +123,11 @@ def show(result: dict[str, Any]) -> None:
     )  # fmt: skip
     for row in rows:
         wrapped(f"{row['name']}: {row['spec']}")
+    for row in result["candidates"]:
+        if row.get("planned"):
+            typer.echo(f"\nwhy {row['name']}:")
+            for reason in row["planned"]["reasons"]:
+                wrapped(reason)
     typer.echo("")
     for row in result["candidates"]:
         typer.echo(f"checkpoint  {row['folder']}")

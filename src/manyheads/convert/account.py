@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from manyheads.convert.moves.common import Move
 from manyheads.convert.moves.mla import ToMLA
+from manyheads.convert.moves.of_goal import moves_of
 from manyheads.convert.plan import Goal
-from manyheads.convert.shrink import Calibration, Progress, moves_of, survey, surveyed, turning_damage
 from manyheads.convert.stats import AttentionStats
 from manyheads.convert.stream import BATCH, Layers, attention_of, put_attention, run
+from manyheads.convert.survey import Calibration, Progress, survey, surveyed, turning_damage
 from manyheads.core.part import OptionError
 from manyheads.stack.seam import SeamAttention
 
@@ -71,14 +72,14 @@ def account(
                 put_attention(layer, layers.config, moves[name](own, stats) if name in moves else own)
                 hidden[name] = run(layer, layers.config, before, record=False).after
         progress("account", index + 1, count)
-    shell = _shell(layers)
+    shell = shell_of(layers)
     losses = {name: loss_of(shell, tokens, last) for name, last in hidden.items()}
     if healed is not None:
         losses["healed"] = loss_of(healed, tokens)
     return losses
 
 
-def _shell(layers: Layers) -> PreTrainedModel:
+def shell_of(layers: Layers) -> PreTrainedModel:
     """The family's model without layers: what turns the last hidden states into logits."""
     base: Any = copy.deepcopy(layers.config.base)
     base.num_hidden_layers = 0

@@ -59,7 +59,7 @@ class LayerwiseHeal:
         """
         weights, root, where = self._token_weights(stream), self._root(x, metric), _places(x, positions)
         before = self._error(attention, x, target, weights, root, where)
-        if self.steps == 0 or before < (1e-4 if self.bfloat16 else 0):  # below what half precision can tell
+        if self.steps == 0 or before <= (1e-4 if self.bfloat16 else 0):  # below what half precision can tell
             return before
         start = {name: w.detach().clone() for name, w in attention.named_parameters()}
         inverse_root = torch.linalg.inv(root.double()).to(x.dtype)
@@ -117,12 +117,13 @@ class LayerwiseHeal:
             (w * ((self._apply(attention, None, part, at) - y) @ root).pow(2).sum(-1)).sum().item()
             for part, y, w, at in zip(*(t.split(self._rows(x)) for t in (x, target, weights, where)), strict=True)
         )
-        return left / (weights * (target @ root).pow(2).sum(-1)).sum().item()
+        size = (weights * (target @ root).pow(2).sum(-1)).sum().item()
+        return left / max(size, 1e-30)  # of a layer that puts out nothing
 
     def _root(self, x: Tensor, metric: Tensor | None) -> Tensor:
         if metric is None:
             return torch.eye(x.shape[-1], dtype=x.dtype)
-        return power(metric / metric.diagonal().mean(), 0.5, self.metric_floor).to(x.dtype)
+        return power(metric / metric.diagonal().mean().clamp_min(1e-30), 0.5, self.metric_floor).to(x.dtype)
 
     def _token_weights(self, stream: Tensor) -> Tensor:
         weights = 1 / stream.pow(2).mean(-1).clamp_min(1e-12)

@@ -18,6 +18,7 @@ Slots = Literal["fitted", "complex", "rorope", "heads"]
 Keep = Literal["damage", "high", "low", "uniform", "norm"]
 Factor = Literal["fitted", "activations", "weights"]
 Merging = Literal["best", "fitted", "lowrank", "mean", "first", "random"]
+Target = Literal["cache", "params", "speed"]
 Move = Literal["mla", "gqa", "auto", "dha", "qkv-sharing", "mfa", "tensorllm", "share"]
 
 
@@ -35,10 +36,23 @@ class Method:
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """`mla` or `gqa`, whichever harms a layer less."""
+    """Each layer becomes what harms least within the budget: a latent, fewer key heads, a reader (see `planner`).
+
+    target: what the budget is a share of, the `cache`, the attention's `params`, or the numbers that a decode step
+        reads (`speed`). context: tokens that are cached when it does.
+    """
 
     name: ClassVar[str] = "auto"
     move: ClassVar = "auto"
+
+    target: Target = "cache"
+    context: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise OptionError(f"context={self.context} tokens; it is at least one")
+        if self.context != 2048 and self.target != "speed":
+            raise OptionError(f"context={self.context} is of target=speed, not of target={self.target}")
 
 
 @dataclass(frozen=True)

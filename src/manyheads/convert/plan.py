@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyheads.convert.methods import Latent, Method, Move, Wide, read_method
+from manyheads.convert.methods import Auto, Latent, Method, Move, Wide, read_method
 from manyheads.core.part import OptionError
 from manyheads.core.spec import Spec
 
@@ -49,7 +49,8 @@ class Goal:
     name: of the candidate, such as `mla-50` (per cent of the source's cache) or `mla-192f`. kv_heads: for `gqa` and
     `qkv-sharing`, 0 where not one head fits. turning: rotary pairs of a latent's shared key. exact: the latent's rank
     (of others: the numbers) at which nothing more can be kept. how: the line of the method with its options, where it
-    is not just `to`. owners: for `share`, how many layers keep rows of their own.
+    is not just `to`. owners: for `share`, how many layers keep rows of their own. share: the budget as a share of the
+    source's, and shape: a source layer's, for `auto`.
     """
 
     name: str
@@ -60,6 +61,8 @@ class Goal:
     exact: int | None = None
     how: str = ""
     owners: int = 0
+    share: float = 1.0
+    shape: Shape | None = None
 
     @property
     def method(self) -> Method:
@@ -120,6 +123,8 @@ def make_goal(text: str, to: str | Method, shape: Shape) -> Goal:
         BudgetError: the budget does not fit. OptionError: there is no such method, or its options do not fit.
     """
     method, floats = read_method(to), read_budget(text, shape)
+    if isinstance(method, Auto):
+        return _planned(text, method, shape)
     kind = method.move
     latent = method if isinstance(method, Latent) else Latent()
     width = shape.qk_width // 2
@@ -135,10 +140,10 @@ def make_goal(text: str, to: str | Method, shape: Shape) -> Goal:
     if owners < 1 if kind == "share" else floats < smallest:
         share = math.ceil(1e4 * smallest / shape.floats) / 100
         raise BudgetError(
-            f"no {'method' if kind == 'auto' else method.name} fits {text} ({floats} numbers a token and layer); the "
+            f"no {method.name} fits {text} ({floats} numbers a token and layer); the "
             f"smallest is {smallest} ({share:g}%)"
         )
-    if kind not in ("mla", "auto", "tensorllm") and floats >= shape.floats:
+    if kind not in ("mla", "tensorllm") and floats >= shape.floats:
         raise BudgetError(f"a budget of {text} leaves nothing to shrink: the source caches {shape.floats} numbers")
     share = text.replace("%", "").strip() if "%" in text else f"{floats}f"
     name, how = f"{method.name}-{share}", "" if str(method) == kind else str(method)
@@ -156,6 +161,20 @@ def make_goal(text: str, to: str | Method, shape: Shape) -> Goal:
     turning = _turning(floats, shape, latent)
     exact = shape.floats - 2 * turning
     return Goal(name, kind, floats, kv_heads, turning, exact if shape.dim is None else min(exact, shape.dim), how)
+
+
+def _planned(text: str, method: Auto, shape: Shape) -> Goal:
+    """The goal of a plan; whether it can be reached is seen from the layers' specs (`planner.check_plan`)."""
+    share = _read(text, shape) / shape.floats
+    if method.target != "cache" and "%" not in text:
+        raise BudgetError(f"a budget of target={method.target} is a share of the source's, such as 50%, not {text}")
+    if not 0 < share < 1:
+        raise BudgetError(f"a budget of {text} leaves nothing to shrink" if share else "a budget of nothing")
+    number = text.replace("%", "").strip() if "%" in text else f"{int(share * shape.floats)}f"
+    name = f"auto-{number}" if method.target == "cache" else f"auto-{method.target}-{number}"
+    floats = int(share * shape.floats) if method.target == "cache" else shape.floats // 2
+    turning = _turning(max(floats, SMALLEST_LATENT), shape, Latent())
+    return Goal(name, "auto", floats, 0, turning, None, str(method), share=share, shape=shape)
 
 
 def _smallest(method: Method, shape: Shape) -> int:

@@ -26,7 +26,7 @@ from manyheads.core.linear import quicken
 from manyheads.core.part import OptionError, Site
 from manyheads.stack.maps import Map, Sources, resolve, sources_of
 from manyheads.stack.pretrained import ManyheadsConfig, ManyheadsForCausalLM
-from manyheads.stack.seam import put_attention
+from manyheads.stack.seam import SeamAttention, put_attention
 from manyheads.stack.sources import Kin, check_layers, sites
 
 Progress = Callable[[int, int], object]
@@ -101,6 +101,11 @@ def _made(layers: Sequence[Attention], rows: Sources, weights: Sources) -> list[
         site = site._replace(shared=old.site.shared)
         made.append(old if (site.kv_source, site.attn_source) == (None, None) else _reader(old, site))
     return made
+
+
+def reader_of(layer: SeamAttention, owner: int) -> SeamAttention:
+    """The layer reading the rows of layer `owner`, with the very parameters that it still needs."""
+    return cast(SeamAttention, _reader(layer, layer.site._replace(kv_source=owner)))
 
 
 def _reader(old: Attention, site: Site) -> Attention:

@@ -10,42 +10,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from manyheads.convert.adopt import family_of
 from manyheads.convert.heal import LayerwiseHeal
-from manyheads.convert.methods import Decoupled, Latent, Merge, Shared, Tensorised, Tied, Wide
-from manyheads.convert.moves.common import Move
-from manyheads.convert.moves.dha import ToDHA, allot, trees_of
-from manyheads.convert.moves.gauge import gauge
-from manyheads.convert.moves.gqa import ToGQA
-from manyheads.convert.moves.low_rank import allocate
-from manyheads.convert.moves.mfa import ToMFA
-from manyheads.convert.moves.mla import ToMLA, choose, chosen
-from manyheads.convert.moves.qkv_sharing import ToTied
-from manyheads.convert.moves.tensorllm import ToTensor
+from manyheads.convert.methods import Shared, Tensorised
+from manyheads.convert.moves.mla import choose
+from manyheads.convert.moves.of_goal import best, every_move, moves_of, shares
 from manyheads.convert.plan import Goal, Shape, check_uniform
-from manyheads.convert.resume import check_resume, whole_file, write_text
+from manyheads.convert.planner import become, check_plan, make_plan
+from manyheads.convert.resume import check_resume, write_text
 from manyheads.convert.share import check_shared, shrink_shared
-from manyheads.convert.stats import AttentionStats, Pairs, measure, power, sensitivity
-from manyheads.convert.stream import InMemory, Layers, attention_of, layer_name, put_attention, run
+from manyheads.convert.stats import AttentionStats
+from manyheads.convert.stream import InMemory, Layers, attention_of, batches, layer_name, put_attention, run
+from manyheads.convert.survey import Calibration, Progress, save, stretched, survey, surveyed, turning_damage
+from manyheads.core.flow import Links
 from manyheads.core.part import OptionError, Site
 from manyheads.core.spec import Spec
 from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
-
-Progress = Callable[[str, int, int], object]
-SURVEYED = 4096
-"""Calibration tokens that the survey looks at (each window costs a full attention map a head and layer)."""
-FELT = 6144
-"""Calibration tokens whose gradients say how the loss feels each layer's output."""
 
 
 @dataclass(frozen=True)
@@ -55,33 +44,6 @@ class Damage:
     spec: str
     fitted: float
     healed: float
-
-
-class Calibration(NamedTuple):
-    """Calibration windows: tokens and positions `[N, T]`, and whether matrix products may be in half precision."""
-
-    tokens: Tensor
-    positions: Tensor
-    bfloat16: bool = False
-
-    def some(self, tokens: int) -> Tensor:
-        """Indices of windows with about so many tokens in all, evenly spread."""
-        count = min(max(1, tokens // self.tokens.shape[1]), len(self.tokens))
-        return torch.linspace(0, len(self.tokens) - 1, count).round().long()
-
-
-def stretched(count: int, length: int, limit: int, seed: int = 0) -> Tensor:
-    """Positions `[count, length]`; half of the windows get two jumps each, uniform in size, and end below `limit`."""
-    generator = torch.Generator().manual_seed(seed)
-    positions = torch.arange(length).repeat(count, 1)
-    if limit <= length + 2:
-        return positions
-    for row, jumps in zip(positions, torch.rand(count, generator=generator) < 0.5, strict=True):
-        if not jumps:
-            continue
-        for cut in torch.randint(length // 16, length, (2,), generator=generator).tolist():
-            row[cut:] += int(torch.randint((limit - length) // 2, (), generator=generator))
-    return positions
 
 
 def shape_of(source: Layers | ManyheadsConfig) -> Shape:
@@ -166,180 +128,17 @@ def share(layers: Layers, tokens: Tensor, goal: Goal, work: Path, progress: Prog
 def refuse(config: ManyheadsConfig, goals: Sequence[Goal]) -> None:
     """Raise before any work for layers that a goal's moves cannot convert."""
     for goal in goals:
-        if goal.to == "share":
-            check_shared(config, goal.owners)
+        if goal.to in ("share", "auto"):
+            check_shared(config, goal.owners) if goal.to == "share" else check_plan(config, goal)
             continue
         method, count = goal.method, len(config.specs)
         if isinstance(method, Tensorised) and method.layers and max(method.layers) >= count:
             raise OptionError(f"{method}: the model has {count} layers, 0 to {count - 1}")
-        moves = [*_latents(goal, ()), *_merges(goal), *_others(goal)]
+        moves = every_move(goal)
         for index, line in enumerate(config.specs):
             reasons = [why for move in moves if (why := move.refusal(Spec.parse(line))) is not None]
             if len(reasons) == len(moves):
                 raise OptionError(f"layer {index} cannot become {goal.name}: {reasons[0]}")
-
-
-def moves_of(
-    goal: Goal, attention: SeamAttention, stats: AttentionStats, damage: Tensor, share: tuple[int, ...] = ()
-) -> Sequence[Move]:
-    """What a layer may become. damage: of stopping each component, over all layers. share: see `shares`."""
-    if goal.to == "gqa":
-        return _merges(goal)
-    if others := _others(goal, attention, share):
-        return others
-    how = _latent(goal)
-    if how.keep == "damage":
-        latents = _latents(goal, choose(damage, goal.turning))
-    else:
-        folds = [how.fold]
-        if how.fold == 0:  # from the stride on, twice as many each time
-            pairs = Pairs.of(attention)
-            frequencies = int((pairs.index >= 0).sum())
-            stride = frequencies // len(chosen(attention, stats, how.keep, how.slots, goal.turning))
-            folds = [f for n in range(12) if frequencies % (f := stride * 2**n) == 0 == len(pairs.re) % f]
-        components = {f: chosen(attention, stats, how.keep, how.slots, goal.turning, f) for f in folds}
-        latents = [move for f, kept in components.items() for move in _latents(goal, kept, f)]
-    if share:
-        keys = share[0] if how.latents == "split" else None
-        latents = [replace(move, rank=sum(share), keys=keys) for move in latents]
-    return [*latents, *_merges(goal)]
-
-
-def _latent(goal: Goal) -> Latent:
-    method = goal.method
-    return method if isinstance(method, Latent) else Latent()
-
-
-def _latents(goal: Goal, turning: tuple[tuple[int, int], ...], fold: int = 1) -> list[ToMLA]:
-    how = _latent(goal)
-    return [ToMLA(goal.floats - 2 * len(turning), turning, how, fold)] if goal.to in ("mla", "auto") else []
-
-
-def _merges(goal: Goal) -> list[ToGQA]:
-    if goal.to not in ("gqa", "auto") or not goal.kv_heads:
-        return []
-    method = goal.method
-    if not isinstance(method, Merge) or method.how == "best":
-        return [ToGQA(goal.kv_heads), ToGQA(goal.kv_heads, "mean")]
-    return [ToGQA(goal.kv_heads, method.how, method.basis)]
-
-
-def _others(goal: Goal, attention: SeamAttention | None = None, share: tuple[int, ...] = ()) -> list[Move]:
-    """Moves that are neither latents nor merges; before there is a layer, to ask what they refuse."""
-    method = goal.method
-    if isinstance(method, Decoupled):
-        heads = 2 if attention is None else goal.floats // attention.layout.qk_width
-        keys, values = share or (heads // 2, heads - heads // 2)
-        return [ToDHA(keys, values, method.fusion)]
-    if isinstance(method, Tied):
-        return [ToTied(goal.kv_heads, method.how)]
-    if isinstance(method, Wide):
-        return [ToMFA(goal.floats if method.key_reuse else goal.floats // 2, method.key_reuse, method.q_rank)]
-    if isinstance(method, Tensorised):
-        ranks = None if method.ranks is None else (method.ranks[0], method.ranks[1], method.ranks[2])
-        return [ToTensor(ranks, method.layers, method.sweeps)]
-    return []
-
-
-def shares(layers: Layers, goal: Goal, survey: Path, damage: Tensor) -> list[tuple[int, ...]]:
-    """Each layer's share of a budget that a method spends by layer (ranks, heads of either kind); else none."""
-    method = goal.method
-    if isinstance(method, Decoupled) and method.heads == "adjusted":
-        return adjusted_heads(layers, goal, survey)
-    return adjusted_ranks(layers, goal, survey, damage)
-
-
-def adjusted_heads(layers: Layers, goal: Goal, survey: Path) -> list[tuple[int, ...]]:
-    """How many key heads and value heads each layer gets, where a head more leaves the least of them apart."""
-    scatters: list[list[float]] = []
-    width = 1
-    for index in range(len(layers.config.specs)):
-        with layers.open(index) as layer:
-            attention = attention_of(layer, layers.config)
-            scatters += [tree.scatter for tree in trees_of(attention, surveyed(survey, index)[0])]
-            width = attention.layout.qk_width
-    counts = allot(scatters, goal.floats // width * len(layers.config.specs))
-    return list(zip(counts[::2], counts[1::2], strict=True))
-
-
-def adjusted_ranks(layers: Layers, goal: Goal, survey: Path, damage: Tensor) -> list[tuple[int, ...]]:
-    """Each layer's ranks where the method adjusts them, of keys and values apart if their latents are; else none.
-
-    Between half of the uniform rank and twice as much, and uniform in their sum.
-    """
-    count, how = len(layers.config.specs), _latent(goal)
-    if how.ranks == "uniform":
-        return [()] * count
-    found: list[list[Tensor]] = []
-    limits: list[tuple[int, ...]] = []
-    for index in range(count):
-        with layers.open(index) as layer:
-            attention, (stats, _) = attention_of(layer, layers.config), surveyed(survey, index)
-            move = next(m for m in moves_of(goal, attention, stats, damage) if isinstance(m, ToMLA))
-            found.append(move.spectra(attention, stats))
-            limits.append(move.ranks(attention))
-            exact = replace(move, rank=10**9, keys=10**9 if how.latents == "split" else None)
-            limits[-1] = (*limits[-1], *exact.ranks(attention))
-    parts = len(found[0])
-    ranks = []
-    for part in range(parts):
-        uniform, exact_ranks = [limit[part] for limit in limits], [limit[parts + part] for limit in limits]
-        most = [min(2 * rank, exact) for rank, exact in zip(uniform, exact_ranks, strict=True)]
-        least = [max(1, rank // 2) for rank in uniform]
-        ranks.append(allocate([spectrum[part] for spectrum in found], sum(uniform), least, most))
-    return list(zip(*ranks, strict=True))
-
-
-def survey(layers: Layers, text: Calibration, folder: Path, progress: Progress) -> None:
-    """Measure every layer on the source's hidden states; one file a layer, kept for the conversions."""
-    count = len(layers.config.specs)
-    if all((folder / f"{index}.safetensors").exists() for index in range(count)):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    metrics = _felt(layers, text)
-    hidden = layers.embed(text.tokens)
-    some = text.some(SURVEYED)
-    for index in range(count):
-        with layers.open(index) as layer:
-            seen = run(layer, layers.config, hidden, text.positions, bfloat16=text.bfloat16)
-            attention = attention_of(layer, layers.config)
-            root = torch.eye(hidden.shape[-1]) if metrics is None else power(metrics[index], 0.5).float()
-            stats = measure(attention, seen.x[some], root, text.positions[some])
-            tensors = dict(stats._asdict())
-            if metrics is not None:
-                tensors["felt"] = metrics[index]
-            if "rope" in str(attention.spec):
-                tensors["damage"] = gauge(attention, stats).damage
-        _save({name: t.contiguous() for name, t in tensors.items()}, folder / f"{index}.safetensors")
-        hidden = seen.after
-        progress("calibrate", index + 1, count)
-
-
-def _felt(layers: Layers, text: Calibration) -> list[Tensor] | None:
-    """The loss's metric at each layer's output; needs the whole model, so a model read layer by layer goes without."""
-    if not isinstance(layers, InMemory):
-        return None
-    assert layers.config.base is not None
-    after = family_of(layers.config.base).after_attention
-    places = [layers.model.model.get_submodule(after.format(i)) for i in range(len(layers.config.specs))]
-    some = text.some(FELT)
-    batch = max(1, 1024 // text.tokens.shape[1])
-    return sensitivity(
-        layers.model, text.tokens[some], places, text.positions[some], batch=batch, bfloat16=text.bfloat16
-    )
-
-
-def surveyed(folder: Path, index: int) -> tuple[AttentionStats, Tensor | None]:
-    """What the survey knows of a layer: its statistics, and the loss's metric at its output."""
-    file = load_file(folder / f"{index}.safetensors")
-    return AttentionStats(*(file[name] for name in AttentionStats._fields)), file.get("felt")
-
-
-def turning_damage(folder: Path, count: int) -> Tensor:
-    """What stopping each rotary component would cost, summed over layers: all layers keep the same ones."""
-    damages = [load_file(folder / f"{index}.safetensors").get("damage") for index in range(count)]
-    known = [damage for damage in damages if damage is not None]
-    return torch.stack(known).sum(0) if known else torch.zeros(0)
 
 
 def convert(
@@ -358,8 +157,11 @@ def convert(
     done = _Done.read(folder)
     if done.finished:
         return done.damage
-    given_shares = shares(layers, goal, work / "survey", damage)
+    fit = Fitting(layers, text, goal, work, damage, heal, progress)
+    if fit.readers and done.layers:  # whose owners' rows are kept in memory alone
+        done = done.again()
     source, ours = done.streams or ((hidden := layers.embed(text.tokens)), hidden.clone())
+    links = [Links() for _ in batches(ours)]
     for index in range(done.layers, count):
         with layers.open(index) as layer:
             seen = run(layer, config, source, text.positions, bfloat16=text.bfloat16)
@@ -368,26 +170,48 @@ def convert(
             stats, felt = surveyed(work / "survey", index)
             problem = (given.x, stream - ours, stream, felt, text.positions)
             own = (given.x, given.y, stream, felt, text.positions)
-            attention = attention_of(layer, config)
-            fitted = _best(moves_of(goal, attention, stats, damage, given_shares[index]), attention, stats, heal, own)
-            before = heal.error(fitted, *problem)
-            after = heal(fitted, *problem)
+            fitted = fit(index, attention_of(layer, config), stats, own)
             put_attention(layer, config, fitted)
-            ours = run(layer, config, ours, text.positions, record=False, bfloat16=text.bfloat16).after
-            source = seen.after
+            if index in fit.readers:  # of rows that are given, nothing is healed
+                passed = run(layer, config, ours, text.positions, bfloat16=text.bfloat16, links=links)
+                before = after = _relative(passed.y, stream - ours)
+            else:
+                before, after = heal.error(fitted, *problem), heal(fitted, *problem)
+                passed = run(layer, config, ours, text.positions, record=False, bfloat16=text.bfloat16, links=links)
+            for link in links:
+                link.rows = {owner: rows for owner, rows in link.rows.items() if owner in fit.readers.values()}
+            source, ours = seen.after, passed.after
             _write_layer(layer, config, index, folder)
         done.add(Damage(str(fitted.spec), before, after), source, ours)
         progress(goal.name, index + 1, count)
-    _finish(layers, goal, folder, done.damage)
+    _finish(layers, goal, folder, done.damage, fit)
     return done.damage
 
 
-def _best(
-    moves: Sequence[Move], attention: SeamAttention, stats: AttentionStats, heal: LayerwiseHeal, own: Any
-) -> SeamAttention:
-    """The move that does the least damage to this layer; `own` is the problem of doing what the layer itself does."""
-    fits = [move(attention, stats) for move in moves if move.refusal(attention.spec) is None]
-    return fits[0] if len(fits) == 1 else min(fits, key=lambda fit: heal.error(fit, *own))
+class Fitting:
+    """What a goal makes of each layer: a method's best move, or what a plan says. readers: who reads whose rows."""
+
+    def __init__(
+        self, layers: Layers, text: Calibration, goal: Goal, work: Path, damage: Tensor, heal: LayerwiseHeal,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.damage, self.heal, self.goal = damage, heal, goal
+        self.plan = make_plan(layers, text, goal, work, damage, progress) if goal.to == "auto" else None
+        if self.plan is not None and self.plan.method:
+            self.goal = self.plan.goal_of(goal)
+        self.readers = {} if self.plan is None else self.plan.readers
+        self.shares = shares(layers, self.goal, work / "survey", damage)
+
+    def __call__(self, index: int, attention: SeamAttention, stats: AttentionStats, own: Any) -> SeamAttention:
+        """The fitted layer; `own` is the problem of doing what the layer itself does."""
+        if self.plan is not None and self.plan.options:
+            return become(self.plan.options[index], attention, stats, choose(self.damage, self.goal.turning))
+        moves = moves_of(self.goal, attention, stats, self.damage, self.shares[index])
+        return best(moves, attention, stats, self.heal, own)
+
+
+def _relative(y: Tensor, target: Tensor) -> float:
+    return ((y - target).pow(2).sum() / target.pow(2).sum().clamp_min(1e-30)).item()
 
 
 class _Done:
@@ -405,6 +229,10 @@ class _Done:
         """The streams go last, after the config."""
         return self.streams is None and (self.folder / "config.json").exists()
 
+    def again(self) -> _Done:
+        """From the first layer on."""
+        return _Done(self.folder, [], None)
+
     @classmethod
     def read(cls, folder: Path) -> _Done:
         log, streams, config = (folder / name for name in ("damage.json", "streams.safetensors", "config.json"))
@@ -421,19 +249,19 @@ class _Done:
         self.damage.append(damage)
         write_text(json.dumps([asdict(entry) for entry in self.damage], indent=1), self.folder / "damage.json")
         kept = {"source": source.contiguous(), "ours": ours.contiguous(), "layers": torch.tensor(self.layers)}
-        _save(kept, self.folder / "streams.safetensors")
+        save(kept, self.folder / "streams.safetensors")
 
 
 def _write_layer(layer: nn.Module, config: ManyheadsConfig, index: int, folder: Path) -> None:
     name = layer_name(config, index)
     tensors = {f"model.{name}.{key}": t.contiguous() for key, t in layer.state_dict().items()}
-    _save(tensors, folder / f"layer-{index:05d}.safetensors")
+    save(tensors, folder / f"layer-{index:05d}.safetensors")
 
 
-def _finish(layers: Layers, goal: Goal, folder: Path, damage: list[Damage]) -> None:
+def _finish(layers: Layers, goal: Goal, folder: Path, damage: list[Damage], fit: Fitting) -> None:
     """What surrounds the layers, the index and the config; afterwards the folder is a checkpoint."""
     for number, (name, tensor) in enumerate(layers.rest()):
-        _save({f"model.{name}": tensor.contiguous()}, folder / f"rest-{number:05d}.safetensors")
+        save({f"model.{name}": tensor.contiguous()}, folder / f"rest-{number:05d}.safetensors")
     where, size = {}, 0
     for file in sorted(folder.glob("*-*.safetensors")):
         header = _header(file)
@@ -445,7 +273,12 @@ def _finish(layers: Layers, goal: Goal, folder: Path, damage: list[Damage]) -> N
         base=layers.config.base,
         specs=[entry.spec for entry in damage],
         attention_path=layers.config.attention_path,
-        notes={"goal": asdict(goal), "damage": [asdict(entry) for entry in damage]},
+        kv_source=[fit.readers.get(layer) for layer in range(len(damage))],
+        notes={
+            "goal": asdict(goal),
+            "damage": [asdict(entry) for entry in damage],
+            **({} if fit.plan is None else {"plan": asdict(fit.plan)}),
+        },
         architectures=["ManyheadsForCausalLM"],
     )
     config.save_pretrained(folder)
@@ -463,9 +296,3 @@ def _header(file: Path) -> dict[str, tuple[int, int]]:
 
 def _digest(tokens: Tensor) -> str:
     return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    """Whole or not at all."""
-    with whole_file(file) as partial:
-        save_file(tensors, partial, metadata={"format": "pt"})

@@ -140,7 +140,7 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
             key_tokens[row] += weight.sum(0) / layout.q
             weight[:, 0] = 0  # the first token is a sink: its distance says nothing
             distance[head].index_add_(0, lag, weight.flatten())
-    key_tokens, value_tokens = key_tokens / key_tokens.mean(), value_tokens / value_tokens.mean()
+    key_tokens, value_tokens = _mean_one(key_tokens), _mean_one(value_tokens)
     inputs = torch.cat([x, x.new_ones(n, t, 1)], -1).flatten(0, 1).double()
     return AttentionStats(
         _moment(inputs, key_tokens),
@@ -152,6 +152,12 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
         inputs.T @ inputs / len(inputs),
         q_size * k_size.repeat_interleave(each, 0),
     )
+
+
+def _mean_one(weights: Tensor) -> Tensor:
+    """Weights with a mean of one; where nothing matters, all alike."""
+    mean = weights.mean()
+    return weights / mean if mean > 0 else torch.ones_like(weights)
 
 
 def _moment(x: Tensor, weights: Tensor) -> Tensor:
@@ -215,8 +221,11 @@ def sensitivity(
 
 
 def power(matrix: Tensor, exponent: float, damping: float = 1e-3) -> Tensor:
-    """A symmetric positive matrix to a power, float64, after adding `damping` times its mean diagonal."""
-    matrix = matrix.double()
+    """A symmetric positive matrix to a power, float64, after adding `damping` times its mean diagonal.
+
+    Zeros count as the identity: where nothing is felt, all weighs alike.
+    """
+    matrix = matrix.double() if matrix.any() else torch.eye(len(matrix), dtype=torch.float64)
     mean = matrix.diagonal().mean().clamp_min(1e-100)
     values, vectors = torch.linalg.eigh(matrix + damping * mean * torch.eye(len(matrix), dtype=torch.float64))
     return (vectors * values.clamp_min(1e-12 * mean) ** exponent) @ vectors.T

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from manyheads.convert.adopt import adopt, adopt_attention, adopted_config
 from manyheads.convert.source import SourceError, read_config, weight_files
+from manyheads.core.flow import Links
 from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
 
@@ -139,6 +140,11 @@ def put_attention(layer: nn.Module, config: ManyheadsConfig, attention: SeamAtte
     setattr(layer.get_submodule(".".join(parents)), name, attention)
 
 
+def batches(windows: Tensor) -> tuple[Tensor, ...]:
+    """What goes through a layer together, of windows `[N, T, …]`."""
+    return windows.split(max(1, BATCH // windows.shape[1]))
+
+
 @dataclass
 class Pass:
     """What went through a layer: the input and output of its attention, and the residual stream around both."""
@@ -158,10 +164,12 @@ def run(
     *,
     record: bool = True,
     bfloat16: bool = False,
+    links: Sequence[Links] | None = None,
 ) -> Pass:
     """Send hidden states `[N, T, D]` through a decoder layer, causally, at positions `[N, T]` (None: 0, 1, …).
 
-    bfloat16: matrix products in half precision, several times faster where the processor has them.
+    bfloat16: matrix products in half precision, several times faster where the processor has them. links: of each batch
+    (see `batches`), for layers that read the rows of others.
     """
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -170,12 +178,12 @@ def run(
 
     handle = attention_of(layer, config).register_forward_hook(keep, with_kwargs=True) if record else None
     positions = torch.arange(hidden.shape[1]).expand(len(hidden), -1) if positions is None else positions
-    rows = max(1, BATCH // hidden.shape[1])
     try:
         outs = []
-        for batch, where in zip(hidden.split(rows), positions.split(rows), strict=True):
+        for n, (batch, where) in enumerate(zip(batches(hidden), batches(positions), strict=True)):
+            more = {} if links is None else {"links": links[n]}
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-                out = layer(batch, position_ids=where)
+                out = layer(batch, position_ids=where, **more)
             outs.append(out if isinstance(out, Tensor) else out[0])
     finally:
         if handle is not None:

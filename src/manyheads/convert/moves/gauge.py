@@ -65,7 +65,7 @@ def gauge(
     diagonal = stats.query.double().diagonal(dim1=1, dim2=2)
     felt = (diagonal[:, pairs.re] + diagonal[:, pairs.im]).view(layout.kv, each, -1)[heads]  # [G, H/G, P]
     group = felt.sum(1) + 1e-3 * felt.mean()
-    root = group.sqrt() if slots == "fitted" else torch.ones_like(group)
+    root = group.sqrt() if slots == "fitted" and felt.any() else torch.ones_like(group)
     root = _folded(root, fold)  # [P, G]
     rows = _folded(k, fold)
     if moment is None:

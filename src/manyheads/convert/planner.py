@@ -1,0 +1,494 @@
+"""Which layer becomes what: `--to auto` spends a budget where it hurts least.
+
+1. Price. Each layer is fitted with each option, on the source's own hidden states: latents of several ranks, fewer key
+   heads, the rows of an earlier layer in place of its own, or nothing at all. The harm of an option is the squared
+   error of the layer's output in the metric of the loss, so that layers compare; between ranks it is interpolated.
+2. Spend. The choice with the least sum of harms within the budget is exact (a dynamic programme over the layers).
+   Layers that read another one's rows, which stays whole for it, are added as long as that sum falls.
+3. Try. Harms of layers add up only roughly, so the plan and each single method are put into the whole model, unhealed,
+   and the one whose predictions stay nearest to the source's (KL), on calibration windows that no fit has seen, is
+   taken.
+
+A budget is of numbers cached a token (`cache`), of attention parameters (`params`), or of numbers that a decode step
+reads with a context of so many tokens (`speed`: parameters + context · cache; memory bounds such a step).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from manyheads.convert.account import loss_of, shell_of
+from manyheads.convert.heal import LayerwiseHeal
+from manyheads.convert.methods import Auto, Target
+from manyheads.convert.moves.common import Move
+from manyheads.convert.moves.gqa import ToGQA
+from manyheads.convert.moves.mla import ToMLA, choose
+from manyheads.convert.moves.of_goal import best, every_move, moves_of, shares
+from manyheads.convert.plan import BudgetError, Goal, Shape, make_goal
+from manyheads.convert.resume import write_text
+from manyheads.convert.share import reader_of
+from manyheads.convert.stats import AttentionStats, power
+from manyheads.convert.stream import Layers, attention_of, batches, put_attention, run
+from manyheads.convert.survey import FELT, SURVEYED, Calibration, Progress, surveyed
+from manyheads.core.flow import Links, Rows
+from manyheads.core.part import OptionError, Site
+from manyheads.core.spec import Spec
+from manyheads.stack.pretrained import ManyheadsConfig
+from manyheads.stack.seam import SeamAttention
+from manyheads.stack.sources import Kin
+
+PRICED = 2048
+"""Calibration tokens that an option is priced on."""
+TRIED = 4096
+"""Calibration tokens that a whole plan is tried on."""
+LADDER = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+"""Latents that are priced, by their share of a layer's cache."""
+STEP = 4
+"""Ranks between two prices are multiples of this."""
+SINGLES = ("mla", "gqa", "kv_head_lowrank", "dha", "qkv-sharing", "mfa")
+"""Whole methods that a plan is tried against, where they fit."""
+
+Kind = Literal["whole", "mla", "gqa", "share"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What one layer may become, its cost in units of the target, and its estimated harm.
+
+    kind: `whole` as it is; `mla` with this rank; `gqa` with so many key heads, merged `how`; `share`, reading the rows
+    of layer `at`.
+    """
+
+    kind: Kind
+    at: int = 0
+    how: str = ""
+    cost: float = 0.0
+    harm: float = 0.0
+
+    def __str__(self) -> str:
+        return {
+            "whole": "whole", "mla": f"mla(rank={self.at})", "gqa": f"gqa(kv_heads={self.at}, {self.how})",
+            "share": f"reads layer {self.at}",
+        }[self.kind]  # fmt: skip
+
+    def moves(self, turning: tuple[tuple[int, int], ...]) -> list[Move]:
+        """The move that makes it; none for a layer that stays, or that reads."""
+        if self.kind == "mla":
+            return [ToMLA(self.at, turning)]
+        return [ToGQA(self.at, cast(Any, self.how))] if self.kind == "gqa" else []
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided for one goal. method: the line of a single method, or none for options by layer.
+
+    tried: of each whole plan, and of the `source`, its name, cost as a share of the source's, estimated harm, and,
+    measured in nats a token, its loss and the divergence (`kl`) of the source's predictions from its own. reasons: a
+    line for each thing that was decided.
+    """
+
+    method: str
+    options: tuple[Option, ...]
+    tried: tuple[Mapping[str, Any], ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def readers(self) -> dict[int, int]:
+        """Which layers read whose rows."""
+        return {layer: option.at for layer, option in enumerate(self.options) if option.kind == "share"}
+
+    def goal_of(self, goal: Goal) -> Goal:
+        """Of the single method that was taken, at the budget of the plan's goal."""
+        return replace(_single(self.method, goal), name=goal.name)
+
+    def save(self, file: Path) -> None:
+        write_text(json.dumps(asdict(self), indent=1), file)
+
+    @classmethod
+    def load(cls, file: Path) -> Plan:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        return cls(
+            read["method"], tuple(Option(**each) for each in read["options"]), tuple(read["tried"]),
+            tuple(read["reasons"]),
+        )  # fmt: skip
+
+
+# --- costs, which need no weight
+
+
+def cost_of(spec: Spec, dim: int, heads: int, site: Site, auto: Auto) -> float:
+    """What a layer costs, in numbers of the target."""
+    cost = spec.cost(dim, heads, site)
+    cached = 0.0 if site.kv_source is not None else float(cost.cache_floats)
+    if auto.target == "cache":
+        return cached
+    return float(cost.parameters) + (auto.context * cached if auto.target == "speed" else 0.0)
+
+
+class Costs:
+    """The costs of a model's layers as they are and as options."""
+
+    def __init__(self, config: ManyheadsConfig, auto: Auto) -> None:
+        self.dim, self.heads, self.specs, self.auto = config.hidden_size, config.heads, config.specs, auto
+        self.count = len(config.specs)
+
+    def of(self, layer: int, spec: Spec | None = None, source: int | None = None) -> float:
+        site = Site(layer, self.count, kv_source=source)
+        found = Spec.parse(self.specs[layer]) if spec is None else spec
+        return cost_of(found.resolve(site), self.dim, self.heads[layer], site, self.auto)
+
+    @property
+    def whole(self) -> float:
+        return sum(self.of(layer) for layer in range(self.count))
+
+
+def check_plan(config: ManyheadsConfig, goal: Goal) -> None:
+    """Raise a `BudgetError` if no choice of options reaches the budget, before any work."""
+    costs, shape = Costs(config, goal.method), goal.shape  # type: ignore[arg-type]
+    assert shape is not None
+    least = 0.0
+    for layer, line in enumerate(config.specs):
+        spec, found = Spec.parse(line), [costs.of(layer)]
+        with torch.device("meta"):
+            attention = SeamAttention(spec, config.hidden_size, config.heads[layer], site=Site(layer, costs.count))
+        for move in _moves(spec, shape, _pairs(shape, goal)):
+            found.append(costs.of(layer, move.target(attention)))
+        least += min(found)
+    if least > goal.share * costs.whole:
+        raise BudgetError(
+            f"no plan fits {100 * goal.share:g}% of the source's {_UNITS[costs.auto.target]}; the smallest is "
+            f"{math.ceil(1e4 * least / costs.whole) / 100:g}%"
+        )
+
+
+_UNITS: dict[Target, str] = {
+    "cache": "cache", "params": "attention parameters", "speed": "reads of a decode step"
+}  # fmt: skip
+
+
+def _pairs(shape: Shape, goal: Goal) -> tuple[tuple[int, int], ...]:
+    """As many rotary components as a plan's latents have, of no layer in particular."""
+    width = shape.qk_width // 2
+    return tuple((n % width, n // width) for n in range(goal.turning))
+
+
+def _moves(spec: Spec, shape: Shape, turning: tuple[tuple[int, int], ...]) -> list[ToMLA | ToGQA]:
+    """What is priced: latents up the ladder, and every smaller number of key heads, merged in two ways."""
+    ranks = sorted({max(STEP, int(shape.floats * share - 2 * len(turning)) // STEP * STEP) for share in LADDER})
+    moves: list[ToMLA | ToGQA] = [ToMLA(rank, turning) for rank in ranks]
+    groups = [g for g in range(1, shape.kv_heads) if shape.kv_heads % g == 0]
+    moves += [ToGQA(g, how) for g in groups for how in ("fitted", "mean")]
+    return [move for move in moves if move.refusal(spec) is None]
+
+
+# --- prices
+
+
+@dataclass
+class Prices:
+    """options: of each layer, without readers. readers: harm and cost of each (reader, owner)."""
+
+    options: list[list[Option]]
+    readers: dict[tuple[int, int], Option]
+
+
+def price(
+    layers: Layers, text: Calibration, goal: Goal, survey: Path, turning: tuple[tuple[int, int], ...],
+    progress: Progress = lambda stage, done, total: None,
+) -> Prices:  # fmt: skip
+    """What each option does to each layer, on the source's hidden states."""
+    config, count, shape = layers.config, len(layers.config.specs), goal.shape
+    assert shape is not None
+    costs, kin = Costs(config, goal.method), Kin(config.specs, config.hidden_size, config.heads)  # type: ignore[arg-type]
+    some = text.some(PRICED)
+    where, hidden = text.positions[some], layers.embed(text.tokens[some])
+    found = Prices([], {})
+    rows: dict[int, list[Rows]] = {}
+    for index in range(count):
+        with layers.open(index) as layer:
+            attention = attention_of(layer, config)
+            links = [Links() for _ in batches(hidden)]
+            seen = run(layer, config, hidden, where, bfloat16=text.bfloat16, links=links)
+            stats, felt = surveyed(survey, index)
+            judge = Judge(seen.x, seen.y, seen.before + seen.y, felt, where, text.bfloat16)
+            options = [Option("whole", cost=costs.of(index))]
+            slots = None
+            for move in _moves(attention.spec, shape, turning):
+                if isinstance(move, ToMLA):
+                    slots = move.gauge(attention, stats) if slots is None else slots
+                    made, at, how = move(attention, stats, slots), move.clipped(attention), ""
+                else:
+                    made, at, how = move(attention, stats), move.kv_heads, move.how
+                kind: Kind = "mla" if isinstance(move, ToMLA) else "gqa"
+                options.append(Option(kind, at, how, costs.of(index, made.spec), judge(made)))
+            found.options.append(between_ranks(options))
+            for owner in range(index):
+                if kin.why_no_rows(index, owner) is None:
+                    harm = judge(reader_of(attention, owner), [Links(rows={owner: each}) for each in rows[owner]])
+                    cost = costs.of(index, source=owner)
+                    found.readers[index, owner] = Option("share", owner, "", cost, harm)
+            rows[index] = [link.rows[index] for link in links if index in link.rows]
+        hidden = seen.after
+        progress(f"plan {goal.name}", index + 1, count)
+    return found
+
+
+class Judge:
+    """The error of a layer's output on its own inputs: in the loss's metric, or without one by the stream's size."""
+
+    def __init__(
+        self, x: Tensor, target: Tensor, stream: Tensor, felt: Tensor | None, where: Tensor, bfloat16: bool
+    ) -> None:
+        self.x, self.target, self.where, self.bfloat16 = x, target, where, bfloat16
+        self.root = None if felt is None else power(felt, 0.5).to(x.dtype)
+        self.weights = 1 / stream.pow(2).sum(-1).clamp_min(1e-12) if felt is None else torch.ones(x.shape[:2])
+
+    @torch.no_grad()
+    def __call__(self, attention: SeamAttention, links: Sequence[Links] | None = None) -> float:
+        total = 0.0
+        parts = [batches(t) for t in (self.x, self.target, self.where, self.weights)]
+        for n, (x, target, where, weights) in enumerate(zip(*parts, strict=True)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+                y = attention.to(x.dtype)(x, position_ids=where, links=None if links is None else links[n])[0]
+            error = y.to(x.dtype) - target
+            error = error if self.root is None else error @ self.root
+            total += (weights * error.pow(2).sum(-1)).sum().item()
+        return total / self.weights.numel()
+
+
+def between_ranks(options: list[Option]) -> list[Option]:
+    """Latents of all ranks in steps between those priced; harm falls geometrically from one to the next."""
+    latents = sorted((each for each in options if each.kind == "mla"), key=lambda each: each.at)
+    filled = [each for each in options if each.kind != "mla"] + latents[-1:]
+    for low, high in pairwise(latents):
+        for rank in range(low.at, high.at, STEP):
+            t = (rank - low.at) / (high.at - low.at)
+            logs = (1 - t) * math.log(max(low.harm, 1e-30)) + t * math.log(max(high.harm, 1e-30))
+            cost = low.cost + t * (high.cost - low.cost)
+            filled.append(Option("mla", rank, "", cost, low.harm if t == 0 else math.exp(logs)))
+    return filled
+
+
+# --- spending
+
+
+CELLS = 8192
+"""A budget is spent in so many steps at most; costs round up."""
+
+
+def spend(options: Sequence[Sequence[Option]], budget: float) -> list[Option] | None:
+    """One option a layer with the least sum of harms whose costs sum to at most `budget`; None if nothing fits."""
+    unit = max(1.0, budget / CELLS)
+    size = int(budget / unit + 1e-9) + 1
+    best_sum = torch.zeros(size, dtype=torch.float64)
+    taken: list[Tensor] = []
+    for layer in options:
+        sums = torch.full((len(layer), size), torch.inf, dtype=torch.float64)
+        for n, option in enumerate(layer):
+            cells = math.ceil(option.cost / unit - 1e-9)
+            if cells < size:
+                sums[n, cells:] = best_sum[: size - cells] + option.harm
+        best_sum, chosen = sums.min(0)
+        taken.append(chosen)
+    if best_sum[-1].isinf():
+        return None
+    found: list[Option] = []
+    at = size - 1
+    for layer, chosen in zip(reversed(options), reversed(taken), strict=True):
+        option = layer[int(chosen[at])]
+        found.append(option)
+        at -= math.ceil(option.cost / unit - 1e-9)
+    return found[::-1]
+
+
+def with_readers(prices: Prices, budget: float, tries: int = 64) -> list[Option] | None:
+    """As `spend`, where a layer may also read an earlier one, which then stays whole; pairs of least harm go first."""
+    options = [list(layer) for layer in prices.options]
+    found = spend(options, budget)
+    readers, owners = set[int](), set[int]()
+    for (reader, owner), option in sorted(prices.readers.items(), key=lambda pair: pair[1].harm)[:tries]:
+        if reader in readers | owners or owner in readers:
+            continue
+        trial = list(options)
+        trial[reader], trial[owner] = [option], [each for each in options[owner] if each.kind == "whole"]
+        better = spend(trial, budget)
+        if better is not None and (found is None or _harm(better) < _harm(found)):
+            options, found = trial, better
+            readers.add(reader)
+            owners.add(owner)
+    return found
+
+
+def _harm(options: Sequence[Option]) -> float:
+    return sum(option.harm for option in options)
+
+
+# --- trying
+
+
+def make_plan(
+    layers: Layers, text: Calibration, goal: Goal, work: Path, damage: Tensor,
+    progress: Progress = lambda stage, done, total: None,
+) -> Plan:  # fmt: skip
+    """The plan of a goal; one that an earlier run has written is taken as it is.
+
+    Args:
+        work: of the `shrink` job, with its survey. damage: of stopping each rotary component, over all layers.
+    """
+    file = work / f"{goal.name}.plan.json"
+    if file.exists():
+        return Plan.load(file)
+    auto, survey = goal.method, work / "survey"
+    assert isinstance(auto, Auto) and goal.shape is not None
+    costs = Costs(layers.config, auto)
+    budget = goal.share * costs.whole * (1 + 1e-9)
+    turning = choose(damage, goal.turning)
+    prices = price(layers, text, goal, survey, turning, progress)
+    mixed = with_readers(prices, budget)
+    singles = _singles(layers.config, goal, costs, budget)
+    if mixed is None and not singles:
+        raise BudgetError(f"no plan fits {goal.name}")
+    tried = _try(layers, text, goal, survey, damage, mixed, singles, progress)
+    won = min((each for each in tried if each["name"] != "source"), key=lambda each: each["kl"])["name"]
+    options = tuple(mixed or ()) if won == "mixed" else ()
+    reasons = [_compared(won, tried)]
+    reasons += [_reason(layer, option, prices) for layer, option in enumerate(options)]
+    plan = Plan("" if won == "mixed" else won, options, tuple(tried), tuple(reasons))
+    plan.save(file)
+    return plan
+
+
+def _singles(config: ManyheadsConfig, goal: Goal, costs: Costs, budget: float) -> list[Goal]:
+    """Single methods that take every layer within the budget."""
+    found = []
+    if costs.auto.target != "cache":
+        return found
+    for line in SINGLES:
+        try:
+            single = _single(line, goal)
+        except (BudgetError, OptionError):
+            continue
+        specs = [Spec.parse(each) for each in config.specs]
+        moves = every_move(single)
+        if moves and all(any(move.refusal(spec) is None for move in moves) for spec in specs):
+            found.append(single)
+    return found
+
+
+def _single(line: str, goal: Goal) -> Goal:
+    return replace(make_goal(f"{100 * goal.share:.6f}%", line, cast(Shape, goal.shape)), name=line)
+
+
+def _try(
+    layers: Layers, text: Calibration, goal: Goal, survey: Path, damage: Tensor, mixed: list[Option] | None,
+    singles: Sequence[Goal], progress: Progress,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The loss of the source and of each whole plan, unhealed, on windows that no fit has seen."""
+    config, count = layers.config, len(layers.config.specs)
+    unseen = unseen_windows(text)
+    tokens, where = text.tokens[unseen], text.positions[unseen]
+    names = ["source", *(["mixed"] if mixed is not None else []), *(single.name for single in singles)]
+    hidden = {name: layers.embed(tokens) for name in names}
+    links = [Links() for _ in batches(hidden["source"])]
+    readers = {n: option.at for n, option in enumerate(mixed or ()) if option.kind == "share"}
+    given = {single.name: shares(layers, single, survey, damage) for single in singles}
+    turning, heal = choose(damage, goal.turning), LayerwiseHeal(steps=0, bfloat16=text.bfloat16)
+    costs = Costs(config, cast(Auto, goal.method))
+    harms, sizes = dict.fromkeys(names, 0.0), {**dict.fromkeys(names, 0.0), "source": costs.whole}
+    for index in range(count):
+        stats, felt = surveyed(survey, index)
+        with layers.open(index) as layer:
+            own = attention_of(layer, config)
+            seen = run(layer, config, hidden["source"], where, bfloat16=text.bfloat16)
+            judge = Judge(seen.x, seen.y, seen.before + seen.y, felt, where, text.bfloat16)
+            made: dict[str, SeamAttention] = {}
+            if mixed is not None:
+                made["mixed"] = become(mixed[index], own, stats, turning)
+                harms["mixed"] += mixed[index].harm
+            for single in singles:
+                problem = (seen.x, seen.y, seen.before + seen.y, felt, where)
+                moves = moves_of(single, own, stats, damage, given[single.name][index])
+                made[single.name] = best(moves, own, stats, heal, problem)
+                harms[single.name] += judge(made[single.name])
+            hidden["source"] = seen.after
+            for name, attention in made.items():
+                reads = readers.get(index) if name == "mixed" else None
+                sizes[name] += costs.of(index, attention.spec, reads)
+                put_attention(layer, config, attention)
+                shared = links if name == "mixed" else None
+                hidden[name] = run(
+                    layer, config, hidden[name], where, record=False, bfloat16=text.bfloat16, links=shared
+                ).after
+            for link in links:
+                link.rows = {owner: rows for owner, rows in link.rows.items() if owner in readers.values()}
+        progress(f"try {goal.name}", index + 1, count)
+    shell = shell_of(layers)
+    return [
+        {
+            "name": name,
+            "cost": sizes[name] / costs.whole,
+            "harm": harms[name],
+            "loss": loss_of(shell, tokens, last),
+            "kl": divergence(shell, hidden["source"], last),
+        }
+        for name, last in hidden.items()
+    ]
+
+
+@torch.no_grad()
+def divergence(shell: PreTrainedModel, source: Tensor, last: Tensor) -> float:
+    """Mean KL(source || other) of next tokens, nats, of what turns last hidden states `[N, T, D]` into logits."""
+    total = 0.0
+    for pair in zip(*(hidden.flatten(0, 1)[None].split(256, 1) for hidden in (source, last)), strict=True):
+        p, q = (shell(inputs_embeds=part, use_cache=False).logits.float().log_softmax(-1) for part in pair)
+        total += (p.exp() * (p - q)).sum().item()
+    return total / source.shape[:2].numel()
+
+
+def become(
+    option: Option, attention: SeamAttention, stats: AttentionStats, turning: tuple[tuple[int, int], ...]
+) -> SeamAttention:
+    """The layer that an option makes of this one."""
+    if option.kind == "share":
+        return reader_of(attention, option.at)
+    moves = option.moves(turning)
+    return moves[0](attention, stats) if moves else attention
+
+
+def unseen_windows(text: Calibration) -> Tensor:
+    """Windows for about `TRIED` tokens that neither statistics nor gradients were taken from, where there are any."""
+    seen = {*text.some(SURVEYED).tolist(), *text.some(FELT).tolist()}
+    left = torch.tensor([n for n in range(len(text.tokens)) if n not in seen] or [*range(len(text.tokens))])
+    count = min(max(1, TRIED // text.tokens.shape[1]), len(left))
+    return left[torch.linspace(0, len(left) - 1, count).round().long()]
+
+
+def _compared(won: str, tried: Sequence[Mapping[str, Any]]) -> str:
+    """Why this plan, in a line."""
+    others = sorted((each for each in tried if each["name"] != "source"), key=lambda each: each["kl"])
+    said = ", ".join(f"{each['name']} {each['kl']:.4f}" for each in others)
+    return f"{won} stays nearest to the source's predictions, unhealed, in nats a token: {said}"
+
+
+def _reason(layer: int, option: Option, prices: Prices) -> str:
+    """Why a layer becomes what it does: beside what costs about as much, and what costs one step more."""
+    others = [each for each in prices.options[layer] if each.kind != option.kind and each.cost <= option.cost + 1e-9]
+    line = f"layer {layer}: {option}, {option.cost:,.0f} at a harm of {option.harm:.3g}"
+    if others:
+        other = min(others, key=lambda each: each.harm)
+        line += f"; {other} would do {other.harm:.3g}"
+    reads = [each for (reader, _), each in prices.readers.items() if reader == layer]
+    if reads and option.kind != "share":
+        nearest = min(reads, key=lambda each: each.harm)
+        line += f"; reading layer {nearest.at} {nearest.harm:.3g}"
+    return line

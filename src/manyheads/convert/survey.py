@@ -1,0 +1,108 @@
+"""What calibration text says of every layer of a source, measured once and kept in a folder, one file a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from manyheads.convert.adopt import family_of
+from manyheads.convert.moves.gauge import gauge
+from manyheads.convert.resume import whole_file
+from manyheads.convert.stats import AttentionStats, measure, power, sensitivity
+from manyheads.convert.stream import InMemory, Layers, attention_of, run
+
+Progress = Callable[[str, int, int], object]
+SURVEYED = 4096
+"""Calibration tokens that the survey looks at (each window costs a full attention map a head and layer)."""
+FELT = 6144
+"""Calibration tokens whose gradients say how the loss feels each layer's output."""
+
+
+class Calibration(NamedTuple):
+    """Calibration windows: tokens and positions `[N, T]`, and whether matrix products may be in half precision."""
+
+    tokens: Tensor
+    positions: Tensor
+    bfloat16: bool = False
+
+    def some(self, tokens: int) -> Tensor:
+        """Indices of windows with about so many tokens in all, evenly spread."""
+        count = min(max(1, tokens // self.tokens.shape[1]), len(self.tokens))
+        return torch.linspace(0, len(self.tokens) - 1, count).round().long()
+
+
+def stretched(count: int, length: int, limit: int, seed: int = 0) -> Tensor:
+    """Positions `[count, length]`; half of the windows get two jumps each, uniform in size, and end below `limit`."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(length).repeat(count, 1)
+    if limit <= length + 2:
+        return positions
+    for row, jumps in zip(positions, torch.rand(count, generator=generator) < 0.5, strict=True):
+        if not jumps:
+            continue
+        for cut in torch.randint(length // 16, length, (2,), generator=generator).tolist():
+            row[cut:] += int(torch.randint((limit - length) // 2, (), generator=generator))
+    return positions
+
+
+def survey(layers: Layers, text: Calibration, folder: Path, progress: Progress) -> None:
+    """Measure every layer on the source's hidden states; one file a layer, kept for the conversions."""
+    count = len(layers.config.specs)
+    if all((folder / f"{index}.safetensors").exists() for index in range(count)):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = _felt(layers, text)
+    hidden = layers.embed(text.tokens)
+    some = text.some(SURVEYED)
+    for index in range(count):
+        with layers.open(index) as layer:
+            seen = run(layer, layers.config, hidden, text.positions, bfloat16=text.bfloat16)
+            attention = attention_of(layer, layers.config)
+            root = torch.eye(hidden.shape[-1]) if metrics is None else power(metrics[index], 0.5).float()
+            stats = measure(attention, seen.x[some], root, text.positions[some])
+            tensors = dict(stats._asdict())
+            if metrics is not None:
+                tensors["felt"] = metrics[index]
+            if "rope" in str(attention.spec):
+                tensors["damage"] = gauge(attention, stats).damage
+        save({name: t.contiguous() for name, t in tensors.items()}, folder / f"{index}.safetensors")
+        hidden = seen.after
+        progress("calibrate", index + 1, count)
+
+
+def _felt(layers: Layers, text: Calibration) -> list[Tensor] | None:
+    """The loss's metric at each layer's output; needs the whole model, so a model read layer by layer goes without."""
+    if not isinstance(layers, InMemory):
+        return None
+    assert layers.config.base is not None
+    after = family_of(layers.config.base).after_attention
+    places = [layers.model.model.get_submodule(after.format(i)) for i in range(len(layers.config.specs))]
+    some = text.some(FELT)
+    batch = max(1, 1024 // text.tokens.shape[1])
+    return sensitivity(
+        layers.model, text.tokens[some], places, text.positions[some], batch=batch, bfloat16=text.bfloat16
+    )
+
+
+def surveyed(folder: Path, index: int) -> tuple[AttentionStats, Tensor | None]:
+    """What the survey knows of a layer: its statistics, and the loss's metric at its output."""
+    file = load_file(folder / f"{index}.safetensors")
+    return AttentionStats(*(file[name] for name in AttentionStats._fields)), file.get("felt")
+
+
+def turning_damage(folder: Path, count: int) -> Tensor:
+    """What stopping each rotary component would cost, summed over layers: all layers keep the same ones."""
+    damages = [load_file(folder / f"{index}.safetensors").get("damage") for index in range(count)]
+    known = [damage for damage in damages if damage is not None]
+    return torch.stack(known).sum(0) if known else torch.zeros(0)
+
+
+def save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Whole or not at all."""
+    with whole_file(file) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
