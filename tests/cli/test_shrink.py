@@ -386,3 +386,28 @@ def test_decoding_that_differs_from_the_full_pass_is_an_error(tiny, tmp_path, mo
     monkeypatch.setattr(job, "decode_equals_forward", lambda model, tokens: 0.5)
     line = refused("shrink", tiny, "--out", tmp_path / "o", *SMALL)
     assert "source: decoding with the cache differs from the full pass by 0.5" in line
+
+
+def test_a_model_read_layer_by_layer_has_the_figures_of_one_in_memory(tiny, tmp_path):
+    """Without healing, and in a plain metric on both sides, so that the candidates are nearly the same."""
+    rows = {}
+    for name, more in (("disk", ["--stream"]), ("memory", [])):
+        out = tmp_path / name
+        budgets = ["--kv", "50%", "--heal", "none", "--to", "mla(factor=activations, keep=high, slots=complex)"]
+        ran = run("shrink", tiny, *budgets, *more, "--contexts", "none", "--json", "--out", out, *SMALL[:4])
+        assert ran.code == 0, ran.err
+        result = json.loads(ran.out.splitlines()[-1])
+        rows[name] = [result["source"], *result["candidates"]]
+        assert (out / "report.html").exists() == (result["report"] is not None)
+    for disk, memory in zip(rows["disk"], rows["memory"], strict=True):
+        for key in ("spec", "specs", "kv_floats_per_token_layer", "kv_bytes_per_token"):
+            assert disk[key] == memory[key], key
+        for key in ("perplexity", "kl"):
+            assert disk[key] == pytest.approx(memory[key], rel=1e-3, abs=1e-6), key
+    assert weights(tmp_path / "disk" / "mla-50").keys() == weights(tmp_path / "memory" / "mla-50").keys()
+
+
+def test_a_stream_needs_a_folder_and_no_whole_model(tiny, tmp_path):
+    assert "layers are read from a folder" in refused("shrink", "smollm2", "--stream", "--out", tmp_path / "o")
+    assert "no stream" in refused("shrink", tiny, "--stream", "--distil", "2", "--out", tmp_path / "o")
+    assert not list(tmp_path.iterdir())

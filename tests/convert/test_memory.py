@@ -95,3 +95,45 @@ def test_peak_memory_is_about_a_layer(layers, dim, inner, limit, tmp_path):
     written = sum(file.stat().st_size for file in (tmp_path / "work" / done["folder"]).glob("*.safetensors"))
     assert written > 0.9 * size
     assert peak < limit if limit is not None else peak - idle < 0.75 * size
+
+
+LIMITED = """
+import json, resource, sys
+
+import torch
+
+from manyheads.bench.job import shrink_model
+
+torch.set_num_threads(2)
+limit = int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # of memory that is no file's
+result = shrink_model(
+    sys.argv[1], "50%", to="auto" if sys.argv[4] == "auto" else "mla", texts=[sys.argv[5]], heal=None, stream=True,
+    calibration=(4, 64), evaluation=(2, 64), contexts=(), out=sys.argv[2],
+    progress=lambda *step: print(*step, file=sys.stderr, flush=True))
+print(json.dumps({row["name"]: row["perplexity"] for row in [result["source"], *result["candidates"]]}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits data as Linux does")
+@pytest.mark.parametrize("to", ["mla", "auto"])
+def test_a_model_four_times_the_memory_it_may_use(to, tmp_path):
+    """The whole job, measuring included, where an allocation above the limit fails."""
+    size = python(WRITE, tmp_path / "source", 48, 1536, 6144)["bytes"]
+    write_tokenizer(tmp_path / "source")
+    text = tmp_path / "text.txt"
+    text.write_text("Every layer is read, fitted, written, and forgotten. " * 400)
+    done = python(LIMITED, tmp_path / "source", tmp_path / "out", size // 4, to, text)
+    assert len(done) == 2 and all(value > 1 for value in done.values())
+
+
+def write_tokenizer(folder):
+    """A token for each of 256 bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(folder)

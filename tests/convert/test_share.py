@@ -10,7 +10,7 @@ from tests.convert.tiny import model, tokens
 from transformers import AutoModelForCausalLM
 
 from manyheads import Cache, OptionError
-from manyheads.bench.job import cache_figures
+from manyheads.bench.figures import cache_figures
 from manyheads.convert import share as sharing_module
 from manyheads.convert.adopt import adopt
 from manyheads.convert.export.native import save

@@ -7,13 +7,10 @@ candidate.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import gc
 import json
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -21,14 +18,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from manyheads.bench.figures import CONTEXTS, measure_all
 from manyheads.bench.folders import check_folders, finish, kept, partial_folder
 from manyheads.bench.healed import on_device, save_healed
 from manyheads.bench.report import write_report
-from manyheads.bench.timing import PeakMemory, Timing, decoder, interleaved, kv_bytes, machine
+from manyheads.bench.streamed import measure_streamed
+from manyheads.bench.timing import machine
 from manyheads.convert.account import account, loss_of
 from manyheads.convert.adopt import FAMILIES, adopted_config, family_of
 from manyheads.convert.corpus import FileWindows, Text
@@ -37,35 +35,23 @@ from manyheads.convert.export.atomic import new_folder
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import Method, read_method
 from manyheads.convert.plan import BudgetError, Goal, make_goal
-from manyheads.convert.shrink import Damage, refuse, shape_of, shrink
-from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, read_config, weight_files
-from manyheads.convert.stream import InMemory
+from manyheads.convert.shrink import refuse, shape_of, shrink
+from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, open_source, read_config, weight_files
+from manyheads.convert.stream import InMemory, OnDisk
 from manyheads.convert.text import Texts, default_text, fitting, read_text, second_text, split, windows
-from manyheads.convert.verify import Reference, cached, decode_equals_forward, greedy, quality
-from manyheads.stack.pretrained import ManyheadsConfig, ManyheadsForCausalLM
+from manyheads.stack.pretrained import ManyheadsConfig
 
 Progress = Callable[[str, int, int], object]
 """Called with (stage, steps done, steps in all)."""
 
 PROMPT = "Water boils at a lower temperature in the mountains because"
-CONTEXTS = (128, 2048)
 CALIBRATION = (16, 1024)
 """Windows and tokens in each."""
 EVALUATION = (5, 2048)
 SECOND = 2
 """Windows of the second text, as long as those of the evaluation."""
-SAMPLE = 48
-"""Tokens that each model writes after the prompt."""
-LARGEST_DIFFERENCE = 1e-3
-"""Of logits, between a cached pass and a full one, float32."""
 HEALED, TRAINING = "healed", "training"
 """Folders of a job that heals end to end, until it is finished."""
-_ROUNDS = 16
-_CACHED = 64  # tokens that the cache is measured with
-
-
-class CheckError(ValueError):
-    """A model that does not do what its spec says: its cache has another size, or decodes something else."""
 
 
 def shrink_model(
@@ -83,6 +69,7 @@ def shrink_model(
     calibration: tuple[int, int] = CALIBRATION,
     evaluation: tuple[int, int] = EVALUATION,
     stages: bool = False,
+    stream: bool = False,
     seed: int = 0,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
@@ -104,6 +91,8 @@ def shrink_model(
         contexts: lengths at which decoding is timed; none, and nothing is.
         calibration, evaluation: (windows, tokens in each).
         stages: also say how much of the loss each stage of a conversion brings (takes another pass for each).
+        stream: read the model layer by layer from its folder, and measure so: memory holds a layer, however large the
+            model. Nothing is timed or generated, and fits go without the loss's own metric, which needs all of it.
         seed: of healing.
 
     Returns:
@@ -127,6 +116,8 @@ def shrink_model(
         raise ValueError("the prompt is empty")
     if wrong := [context for context in contexts if context < 1]:
         raise ValueError(f"a context is at least one token, not {wrong[0]}")
+    if stream and (training is not None or stages):
+        raise ValueError(f"{'stages' if stages else 'training end to end'} needs the whole model in memory: no stream")
     out = out_folder(model, out)
     work = partial_folder(out)
     check_folders(out, work, resume)
@@ -135,15 +126,15 @@ def shrink_model(
     goals = None if config is None else _goals(config, budgets, to)
     clock = _Clock(progress)
     progress("load", 0, 1)
-    source = load_source(model)
-    layers = InMemory(source.model)
+    source = open_source(model) if stream else load_source(model)
+    layers = OnDisk(source.folder) if stream and source.folder is not None else InMemory(source.model)
     clock("load", 1, 1)
     goals = goals or _goals(layers.config, budgets, to)
-    tried = _Tried.cut(source, own, [Path(file).name for file in texts], calibration, evaluation)
+    tried = Tried.cut(source, own, [Path(file).name for file in texts], calibration, evaluation)
     contexts = _within(contexts, layers.config, tried.notes)
     options = {"model": source.name, "kv": budgets, "to": str(to), "text": tried.text["calibration"], "seed": seed}
     text = None
-    if training is not None:
+    if training is not None and isinstance(layers, InMemory):
         training, text = _end_to_end(training, layers.model, own, tried)
         options["distil"] = asdict(training)
     notes = [*tried.notes, *(goal.note for goal in goals if goal.note is not None)]
@@ -153,12 +144,18 @@ def shrink_model(
         damages = shrink(layers, tried.calibration, goals, work, heal=healing, options=options, progress=clock)
         for goal in goals:
             tried.tokenizer.save_pretrained(work / goal.name)
-        if training is not None and text is not None:
+        if training is not None and text is not None and isinstance(layers, InMemory):
             _distil(layers.model, goals, work, tried.tokenizer, text, training, clock)
-        rows = _measure(layers.model, goals, damages, work, tried, prompt, contexts, clock)
+        folders = {goal: _candidate(work, goal) for goal in goals}
+        if isinstance(layers, OnDisk):
+            rows = measure_streamed(layers, folders, damages, tried.evaluation, tried.second, clock)
+        else:
+            rows = measure_all(
+                layers.model, folders, damages, tried.tokenizer, tried.evaluation, tried.second, prompt, contexts, clock
+            )
         for row, goal in zip(rows[1:], goals, strict=True):
             row |= {"folder": str(out / goal.name), "damage_healed": row["damage_healed"] if healing else None}
-            if stages:
+            if stages and isinstance(layers, InMemory):
                 row["stages"] = _stages(layers, tried.calibration, goal, work, clock)
         result = {
             "model": source.name, "date": datetime.date.today().isoformat(), "text": tried.text, "source": rows[0],
@@ -269,7 +266,7 @@ def _goals(config: ManyheadsConfig, budgets: Sequence[str], to: str | Method) ->
 
 
 @dataclass
-class _Tried:
+class Tried:
     """What the models of a job are tried on."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -283,7 +280,7 @@ class _Tried:
     def cut(
         cls, source: Source, own: str | None, files: Sequence[str], calibration: tuple[int, int],
         evaluation: tuple[int, int],
-    ) -> _Tried:  # fmt: skip
+    ) -> Tried:  # fmt: skip
         if source.tokenizer is None:
             raise SourceError(f"{source.name} has no tokenizer, so no text can be read with it")
         notes: list[str] = []
@@ -336,120 +333,6 @@ class _Clock:
         self._last = now
 
 
-def _measure(
-    source: ManyheadsForCausalLM, goals: Sequence[Goal], damages: Sequence[Sequence[Damage]], work: Path, tried: _Tried,
-    prompt: str, contexts: Sequence[int], clock: _Clock,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of the source and of each candidate, as read back from its folder."""
-
-    def row(name: str, model: ManyheadsForCausalLM, reference: Reference | None = None) -> dict[str, Any]:
-        measured = examine(model, tried.evaluation, reference, lambda *step: clock(f"measure {name}", *step))
-        second = None if tried.second is None else quality(model, tried.second).perplexity
-        difference = decode_equals_forward(model, tried.evaluation[:1, :48])
-        if not difference <= LARGEST_DIFFERENCE:
-            raise CheckError(f"{name}: decoding with the cache differs from the full pass by {difference:.2g} (logits)")
-        sample = greedy(model, tried.tokenizer, prompt, SAMPLE)
-        peak = peak_mb(model, max(contexts, default=CONTEXTS[0]))
-        return {
-            "name": name,
-            **measured,
-            "perplexity_second": second,
-            "decode_ms": {},
-            "peak_mb": peak,
-            "sample": sample,
-        }
-
-    rows = [row("source", source) | {"kl": 0.0, "top1": 1.0}]
-    reference = Reference(source, tried.evaluation)
-    beside: dict[int, list[float]] = {context: [] for context in contexts}
-    for goal, damage in zip(goals, damages, strict=True):
-        candidate = load_source(_candidate(work, goal)).model
-        assert isinstance(candidate, ManyheadsForCausalLM)
-        made = row(goal.name, candidate, reference)
-        for done, context in enumerate(contexts, 1):
-            steps = {"source": decoder(source, context), "candidate": decoder(candidate, context)}
-            timed = interleaved(steps, _ROUNDS, warmup=2)
-            beside[context] += timed["source"].samples
-            made["decode_ms"][str(context)] = timed["candidate"].median
-            clock(f"time {goal.name}", done, len(contexts))
-        rows.append(
-            made
-            | {
-                "damage": [entry.fitted for entry in damage],
-                "damage_healed": [entry.healed for entry in damage],
-                "plan": goal.to == "auto" and len(set(made["specs"])) > 1,
-                "planned": _planned(candidate.config.notes.get("plan")),
-                "distil": candidate.config.notes.get("healed"),
-            }
-        )
-        del candidate
-        gc.collect()
-    rows[0]["decode_ms"] = {str(context): Timing(tuple(samples)).median for context, samples in beside.items()}
-    return rows
-
-
-def _planned(plan: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Of a plan, what it was chosen from and why."""
-    return plan and {"method": plan["method"] or "mixed"} | {key: plan[key] for key in ("tried", "reasons")}
-
-
-def examine(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    reference: Reference | None = None,
-    progress: Callable[[int, int], object] | None = None,
-) -> dict[str, Any]:
-    """What a model is, caches and predicts: spec, cache figures, perplexity, and KL and top-1 against a reference.
-
-    A model that is not ours has its class in place of the spec.
-    """
-    ours = isinstance(model, ManyheadsForCausalLM)
-    specs = [str(spec) for spec in model.specs] if ours else [type(model).__name__]
-    floats, size = cache_figures(model)
-    read = [f"{layer} reads {at}" for layer, at in enumerate(model.config.kv_source) if at is not None] if ours else []
-    found = quality(model, tokens, reference, progress=progress)
-    return {
-        "spec": "; ".join(spec if n == len(specs) else f"{n} × {spec}" for spec, n in Counter(specs).items())
-        + (f" (layer {', '.join(read)})" if read else ""),
-        "specs": specs if ours else [], "kv_floats_per_token_layer": floats, "kv_bytes_per_token": size,
-        "perplexity": found.perplexity, "kl": found.kl, "top1": found.top1,
-    }  # fmt: skip
-
-
-@torch.no_grad()
-def cache_figures(model: PreTrainedModel) -> tuple[float, float]:
-    """Numbers cached a token and layer, and bytes a token over all layers, measured from storage.
-
-    Raises:
-        CheckError: what is stored is not what the specs say.
-    """
-    config = model.config.get_text_config()
-    count = min(_CACHED, getattr(config, "max_position_embeddings", _CACHED))
-    _, cache = cached(model, torch.arange(count)[None] % config.vocab_size)
-    stored, size = kv_bytes(cache), model.dtype.itemsize
-    if not isinstance(model, ManyheadsForCausalLM):
-        return stored / count / size / config.num_hidden_layers, stored / count
-    costs = [layer.spec.cost(layer.dim, layer.heads, layer.site) for layer in model.attentions]
-    stated = sum(cost.cache_bytes(count, size) for cost in costs)
-    if stored != stated:
-        raise CheckError(f"the cache of {count} tokens holds {stored:,} bytes, where its specs say {stated:,}")
-    return float(sum(cost.cache_floats for cost in costs)) / len(costs), stored / count
-
-
-def peak_mb(model: PreTrainedModel, context: int) -> float:
-    """MB of the model's weights, and of what reading `context` tokens and decoding one more adds at its peak.
-
-    Other models in the process, and the process itself, do not count.
-    """
-    gc.collect()
-    with suppress(OSError, AttributeError):  # glibc keeps freed blocks; they would hide what the model needs
-        ctypes.CDLL(None).malloc_trim(0)
-    weights = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in model.parameters()}
-    with PeakMemory() as peak:
-        decoder(model, context)()
-    return sum(weights.values()) / 2**20 + peak.added_mb
-
-
 def _stages(layers: InMemory, tokens: Tensor, goal: Goal, work: Path, clock: _Clock) -> dict[str, float] | None:
     """The calibration loss after each stage; a plan that mixes moves has none in common."""
     if goal.by_layer:
@@ -464,7 +347,7 @@ def _stages(layers: InMemory, tokens: Tensor, goal: Goal, work: Path, clock: _Cl
 
 
 def _end_to_end(
-    training: Distil, teacher: PreTrainedModel, own: str | None, tried: _Tried
+    training: Distil, teacher: PreTrainedModel, own: str | None, tried: Tried
 ) -> tuple[Distil, FileWindows]:
     """The options as the model allows them, and the text; refused here, where they do not fit."""
     limit = getattr(teacher.config.get_text_config(), "max_position_embeddings", None)

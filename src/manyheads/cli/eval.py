@@ -33,7 +33,7 @@ def evaluate(
     """
     count, length = sizes(evaluate)
     name = find(model)
-    from manyheads.bench.job import examine
+    from manyheads.bench.figures import examine
     from manyheads.convert.adopt import AdoptError, adopt
     from manyheads.convert.source import SourceError, load_source
     from manyheads.convert.text import default_text, read_text, split, windows

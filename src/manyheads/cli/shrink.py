@@ -63,6 +63,13 @@ def shrink(
     stages: Annotated[
         bool, typer.Option("--stages", help="Also measure the loss after each stage of a conversion.")
     ] = False,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream",
+            help="For models larger than memory: read a folder layer by layer, and time nothing.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of healing.")] = 0,
     as_json: Json = False,
     debug: Debug = False,
@@ -89,7 +96,7 @@ def shrink(
         with Bars() as bars:
             result = job.shrink_model(
                 model, kv or ["50%"], to=to, texts=text or (), heal=heal, end_to_end=distil, out=out, resume=resume,
-                stages=stages, seed=seed, progress=bars, **options,
+                stages=stages, stream=stream, seed=seed, progress=bars, **options,
             )  # fmt: skip
     except KeyboardInterrupt:
         unfinished = job.partial_folder(job.out_folder(model, out))

@@ -355,10 +355,12 @@ def make_plan(
     turning = choose(damage, goal.turning)
     prices = price(layers, text, goal, survey, turning, progress)
     mixed = with_readers(prices, budget)
-    singles = _singles(layers.config, goal, costs, budget)
+    singles = single_goals(layers.config, goal)
     if mixed is None and not singles:
         raise BudgetError(f"no plan fits {goal.name}")
-    tried = _try(layers, text, goal, survey, damage, mixed, singles, progress)
+    unseen = unseen_windows(text)
+    windows = Calibration(text.tokens[unseen], text.positions[unseen], text.bfloat16)
+    tried = try_all(layers, windows, goal, survey, damage, mixed, singles, progress)
     won = min((each for each in tried if each["name"] != "source"), key=lambda each: each["kl"])["name"]
     options = tuple(mixed or ()) if won == "mixed" else ()
     reasons = [_compared(won, tried)]
@@ -368,12 +370,12 @@ def make_plan(
     return plan
 
 
-def _singles(config: ManyheadsConfig, goal: Goal, costs: Costs, budget: float) -> list[Goal]:
-    """Single methods that take every layer within the budget."""
+def single_goals(config: ManyheadsConfig, goal: Goal, lines: Sequence[str] = SINGLES) -> list[Goal]:
+    """Of the methods that take every layer within the budget; none where it is of another target."""
     found = []
-    if costs.auto.target != "cache":
+    if cast(Auto, goal.method).target != "cache":
         return found
-    for line in SINGLES:
+    for line in lines:
         try:
             single = _single(line, goal)
         except (BudgetError, OptionError):
@@ -389,14 +391,13 @@ def _single(line: str, goal: Goal) -> Goal:
     return replace(make_goal(f"{100 * goal.share:.6f}%", line, cast(Shape, goal.shape)), name=line)
 
 
-def _try(
-    layers: Layers, text: Calibration, goal: Goal, survey: Path, damage: Tensor, mixed: list[Option] | None,
-    singles: Sequence[Goal], progress: Progress,
+def try_all(
+    layers: Layers, windows: Calibration, goal: Goal, survey: Path, damage: Tensor, mixed: Sequence[Option] | None,
+    singles: Sequence[Goal], progress: Progress = lambda stage, done, total: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The loss of the source and of each whole plan, unhealed, on windows that no fit has seen."""
+    """What the source and each whole plan predict, unhealed, on windows that no fit has seen (see `Plan.tried`)."""
     config, count = layers.config, len(layers.config.specs)
-    unseen = unseen_windows(text)
-    tokens, where = text.tokens[unseen], text.positions[unseen]
+    tokens, where, text = windows.tokens, windows.positions, windows
     names = ["source", *(["mixed"] if mixed is not None else []), *(single.name for single in singles)]
     hidden = {name: layers.embed(tokens) for name in names}
     links = [Links() for _ in batches(hidden["source"])]

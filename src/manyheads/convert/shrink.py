@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from manyheads.convert.planner import become, check_plan, make_plan
 from manyheads.convert.resume import check_resume, write_text
 from manyheads.convert.share import check_shared, shrink_shared
 from manyheads.convert.stats import AttentionStats
-from manyheads.convert.stream import InMemory, Layers, attention_of, batches, layer_name, put_attention, run
+from manyheads.convert.stream import InMemory, Layers, OnDisk, attention_of, batches, layer_name, put_attention, run
 from manyheads.convert.survey import Calibration, Progress, save, stretched, survey, surveyed, turning_damage
 from manyheads.core.flow import Links
 from manyheads.core.part import OptionError, Site
@@ -284,6 +285,8 @@ def _finish(layers: Layers, goal: Goal, folder: Path, damage: list[Damage], fit:
     config.save_pretrained(folder)
     if isinstance(layers, InMemory):
         layers.model.generation_config.save_pretrained(folder)
+    elif isinstance(layers, OnDisk) and (given := layers.folder / "generation_config.json").exists():
+        shutil.copy(given, folder)
     (folder / "streams.safetensors").unlink(missing_ok=True)
 
 

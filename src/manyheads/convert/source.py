@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from manyheads.convert.quiet import quiet
 
@@ -69,6 +69,25 @@ def load_source(name: str | Path, *, dtype: torch.dtype = torch.float32) -> Sour
     if isinstance(name, Path) or path.is_absolute() or name[0] in "./~" or name.count("/") > 1:
         raise SourceError(f"{name}: no such file or folder")
     return _load_folder(_download(name), name, dtype)
+
+
+def open_source(name: str | Path) -> Source:
+    """The same without its weights: a model on the meta device, for reading its layers from `folder`.
+
+    Raises:
+        SourceError: as above, and for what is no folder of safetensors files.
+    """
+    path = Path(name).expanduser()
+    if str(name) == EMBEDDED or path.suffix == ".gguf" or path.is_file():
+        raise SourceError(f"{name} is a GGUF file, which is read whole; layers are read from a folder of safetensors")
+    folder = path if path.is_dir() else _download(str(name))
+    config = read_config(folder)
+    weight_files(folder)
+    if config.get("model_type") == "manyheads":
+        import_module("manyheads.stack")
+    with quiet(), _explained(folder), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return Source(model.eval(), _tokenizer(folder), folder.resolve().name if path.is_dir() else str(name), folder)
 
 
 def embedded_file() -> Path:
@@ -160,11 +179,17 @@ def _load_folder(folder: Path, name: str, dtype: torch.dtype) -> Source:
     with quiet(), _explained(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, report = loaded
-        has_tokenizer = any((folder / file).is_file() for file in _TOKENIZER_FILES)
-        tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+        tokenizer = _tokenizer(folder)
     if missing := sorted(report["missing_keys"]):
         raise SourceError(f"{folder} lacks {len(missing)} tensors that its config asks for, the first is {missing[0]}")
     return Source(model.eval(), tokenizer, name, folder)
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    with quiet(), _explained(folder):
+        return AutoTokenizer.from_pretrained(folder)
 
 
 def _load_gguf(file: Path, name: str, dtype: torch.dtype) -> Source:

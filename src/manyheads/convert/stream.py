@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from manyheads.convert.source import SourceError, read_config, weight_files
 from manyheads.core.flow import Links
 from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
+from manyheads.stack.sources import sites
 
 BATCH = 2048
 """Tokens (in whole windows) that go through a layer together."""
@@ -72,21 +74,32 @@ class InMemory:
 class OnDisk:
     """The layers of a safetensors folder, read one at a time: memory holds one layer, never the model.
 
-    A handle on a file counts the whole file as resident while it is open, so each layer opens its own and closes it.
+    The folder is of a known family, or one that a conversion wrote. A handle on a file counts the whole file as
+    resident while it is open, so each layer opens its own and closes it.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         read_config(folder)
-        self.dtype = dtype
+        self.folder, self.dtype = folder, dtype
         base = AutoConfig.from_pretrained(folder)
-        self.config = adopted_config(base)
+        self.ours = isinstance(base, ManyheadsConfig)
+        self.config = base if isinstance(base, ManyheadsConfig) else adopted_config(base)
+        if self.config.base is None:
+            raise SourceError(f"{folder} is a decoder of our own; a family's model is read layer by layer")
         with torch.device("meta"):
-            self.skeleton = AutoModelForCausalLM.from_config(base, attn_implementation="sdpa")
-        where = {name: file for file, names in weight_files(folder).items() for name in names}
+            self.skeleton = AutoModelForCausalLM.from_config(self.config.base, attn_implementation="sdpa")
+        prefix = "model." if self.ours else ""
+        self.where = {
+            name.removeprefix(prefix): (file, name) for file, names in weight_files(folder).items() for name in names
+        }
         wanted = self.skeleton.state_dict().keys() - set(self.skeleton.all_tied_weights_keys)
-        if missing := sorted(wanted - where.keys()):
+        if self.ours:  # whose attention has tensors of other names
+            inside = re.compile(re.escape(self.config.attention_path).replace(r"\{\}", r"\d+") + r"\.")
+            wanted = {name for name in wanted if not inside.match(name)}
+            wanted |= {name for name in self.where if inside.match(name)}
+        if missing := sorted(wanted - self.where.keys()):
             raise SourceError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
-        self.where = {name: where[name] for name in sorted(wanted)}
+        self.where = {name: self.where[name] for name in sorted(wanted)}
 
     def embed(self, tokens: Tensor) -> Tensor:
         embedding = self.skeleton.get_input_embeddings()
@@ -100,11 +113,19 @@ class OnDisk:
         layer = copy.deepcopy(self.skeleton.get_submodule(prefix[:-1])).eval()
         tensors = self._read([name for name in self.where if name.startswith(prefix)])
         state = {name.removeprefix(prefix): tensor.to(self.dtype) for name, tensor in tensors.items()}
+        if self.ours:
+            put_attention(layer, self.config, self._attention(index))
         layer.load_state_dict(state, assign=True)
-        put_attention(layer, self.config, adopt_attention(attention_of(layer, self.config), self.config, index))
+        if not self.ours:
+            put_attention(layer, self.config, adopt_attention(attention_of(layer, self.config), self.config, index))
         del tensors, state
         yield layer
         layer.to("meta")  # whoever still holds the layer no longer holds its weights
+
+    def _attention(self, index: int) -> SeamAttention:
+        config = self.config
+        site = sites(config.kv_source, config.attn_source)[index]
+        return SeamAttention(config.specs[index], config.hidden_size, config.heads[index], site=site).eval()
 
     def rest(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.where:
@@ -113,11 +134,11 @@ class OnDisk:
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for file in sorted({self.where[name] for name in names}):
+        for file in sorted({self.where[name][0] for name in names}):
             with safe_open(file, "pt") as handle:
                 for name in names:
-                    if self.where[name] == file:
-                        tensors[name] = handle.get_tensor(name).clone()
+                    if self.where[name][0] == file:
+                        tensors[name] = handle.get_tensor(self.where[name][1]).clone()
         return tensors
 
 
