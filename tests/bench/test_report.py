@@ -174,7 +174,7 @@ def test_optional_keys_may_be_missing_or_null(result, tmp_path):
 
 def test_a_plan_says_what_it_was_chosen_from(result, tmp_path):
     tried = [
-        {"name": name, "cost": cost, "harm": 0.1, "loss": 2.3, "kl": kl}
+        {"name": name, "cost": cost, "loss": 2.3, "kl": kl}
         for name, cost, kl in (("source", 1.0, 0.0), ("mixed", 0.25, 0.1), ("mla", 0.25, 0.2))
     ]
     result["candidates"][1]["planned"] = {"method": "mixed", "tried": tried, "reasons": ["mixed is nearest", "<b>"]}

@@ -32,7 +32,7 @@ from manyheads.bench.page import (
 )
 
 _PLANNED: dict[str, Any] = {
-    "method": str, "reasons": [str], "tried": [{"name": str, "cost": float, "harm": float, "loss": float, "kl": float}],
+    "method": str, "reasons": [str], "tried": [{"name": str, "cost": float, "loss": float, "kl": float}],
 }  # fmt: skip
 # The shape of a result. A key that ends in "?" may be missing or null; "*" stands for any key.
 _ROW: dict[str, Any] = {

@@ -1,8 +1,10 @@
 """Which layer becomes what: `--to auto` spends a budget where it hurts least.
 
-1. Price. Each layer is fitted with each option, on the source's own hidden states: latents of several ranks, fewer key
-   heads, the rows of an earlier layer in place of its own, or nothing at all. The harm of an option is the squared
-   error of the layer's output in the metric of the loss, so that layers compare; between ranks it is interpolated.
+1. Price. Each layer is fitted with each option: latents of several ranks, fewer key heads, the rows of an earlier
+   layer in place of its own, or nothing at all. The harm of an option is how far the predictions move if it is the only
+   change to the model (KL, nats a token); between ranks it is interpolated. Which earlier layers are worth a price is
+   judged by the error of the layer's own output, in the metric of the loss. That metric is no price itself: errors of
+   one layer's output say little about how much another layer's may be.
 2. Spend. The choice with the least sum of harms within the budget is exact (a dynamic programme over the layers).
    Layers that read another one's rows, which stays whole for it, are added as long as that sum falls.
 3. Try. Harms of layers add up only roughly, so the plan and each single method are put into the whole model, unhealed,
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -47,15 +49,19 @@ from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
 from manyheads.stack.sources import Kin
 
-PRICED = 2048
-"""Calibration tokens that an option is priced on."""
+PRICED, HELD = 512, 2**28
+"""Calibration tokens that an option is priced on, and numbers that all streams of these may be."""
+THINNED = 2
+"""Every so many of them, the predictions are compared."""
+OWNERS = 1
+"""Owners that a reader is priced with, those whose rows change its output least."""
 TRIED = 4096
 """Calibration tokens that a whole plan is tried on."""
-LADDER = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+LADDER = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 """Latents that are priced, by their share of a layer's cache."""
 STEP = 4
 """Ranks between two prices are multiples of this."""
-SINGLES = ("mla", "gqa", "kv_head_lowrank", "dha", "qkv-sharing", "mfa")
+SINGLES = ("mla", "gqa", "dha", "qkv-sharing", "mfa")
 """Whole methods that a plan is tried against, where they fit."""
 
 Kind = Literal["whole", "mla", "gqa", "share"]
@@ -92,9 +98,9 @@ class Option:
 class Plan:
     """What was decided for one goal. method: the line of a single method, or none for options by layer.
 
-    tried: of each whole plan, and of the `source`, its name, cost as a share of the source's, estimated harm, and,
-    measured in nats a token, its loss and the divergence (`kl`) of the source's predictions from its own. reasons: a
-    line for each thing that was decided.
+    tried: of each whole plan, and of the `source`, its name, cost as a share of the source's, and, measured in nats a
+    token, its loss and the divergence (`kl`) of the source's predictions from its own. reasons: a line for each thing
+    that was decided.
     """
 
     method: str
@@ -183,11 +189,12 @@ def _pairs(shape: Shape, goal: Goal) -> tuple[tuple[int, int], ...]:
 
 
 def _moves(spec: Spec, shape: Shape, turning: tuple[tuple[int, int], ...]) -> list[ToMLA | ToGQA]:
-    """What is priced: latents up the ladder, and every smaller number of key heads, merged in two ways."""
+    """What is priced: latents up the ladder, and every smaller number of key heads."""
     ranks = sorted({max(STEP, int(shape.floats * share - 2 * len(turning)) // STEP * STEP) for share in LADDER})
     moves: list[ToMLA | ToGQA] = [ToMLA(rank, turning) for rank in ranks]
     groups = [g for g in range(1, shape.kv_heads) if shape.kv_heads % g == 0]
-    moves += [ToGQA(g, how) for g in groups for how in ("fitted", "mean")]
+    fits = ToGQA(1).refusal(spec) is None
+    moves += [ToGQA(g, "fitted" if fits else "mean") for g in groups]
     return [move for move in moves if move.refusal(spec) is None]
 
 
@@ -206,41 +213,82 @@ def price(
     layers: Layers, text: Calibration, goal: Goal, survey: Path, turning: tuple[tuple[int, int], ...],
     progress: Progress = lambda stage, done, total: None,
 ) -> Prices:  # fmt: skip
-    """What each option does to each layer, on the source's hidden states."""
+    """What each option alone does to the model's predictions.
+
+    Every option is a stream of hidden states that leaves the source's at its layer and goes on through those that
+    follow, which are all read once.
+    """
     config, count, shape = layers.config, len(layers.config.specs), goal.shape
     assert shape is not None
     costs, kin = Costs(config, goal.method), Kin(config.specs, config.hidden_size, config.heads)  # type: ignore[arg-type]
-    some = text.some(PRICED)
-    where, hidden = text.positions[some], layers.embed(text.tokens[some])
-    found = Prices([], {})
+    most = len(LADDER) + shape.kv_heads + OWNERS
+    windows = priced_windows(text, count * most * config.hidden_size)
+    where, hidden = windows.positions, layers.embed(windows.tokens)
+    branches, told = hidden[:0], list[tuple[int, Option]]()
     rows: dict[int, list[Rows]] = {}
     for index in range(count):
         with layers.open(index) as layer:
             attention = attention_of(layer, config)
+            stats, felt = surveyed(survey, index)
             links = [Links() for _ in batches(hidden)]
             seen = run(layer, config, hidden, where, bfloat16=text.bfloat16, links=links)
-            stats, felt = surveyed(survey, index)
+            if told:
+                again = where.repeat(len(told), 1)
+                branches = run(layer, config, branches, again, record=False, bfloat16=text.bfloat16).after
             judge = Judge(seen.x, seen.y, seen.before + seen.y, felt, where, text.bfloat16)
-            options = [Option("whole", cost=costs.of(index))]
-            slots = None
-            for move in _moves(attention.spec, shape, turning):
-                if isinstance(move, ToMLA):
-                    slots = move.gauge(attention, stats) if slots is None else slots
-                    made, at, how = move(attention, stats, slots), move.clipped(attention), ""
-                else:
-                    made, at, how = move(attention, stats), move.kv_heads, move.how
-                kind: Kind = "mla" if isinstance(move, ToMLA) else "gqa"
-                options.append(Option(kind, at, how, costs.of(index, made.spec), judge(made)))
-            found.options.append(between_ranks(options))
-            for owner in range(index):
-                if kin.why_no_rows(index, owner) is None:
-                    harm = judge(reader_of(attention, owner), [Links(rows={owner: each}) for each in rows[owner]])
-                    cost = costs.of(index, source=owner)
-                    found.readers[index, owner] = Option("share", owner, "", cost, harm)
+            made = [*_made(attention, stats, shape, turning, costs, index)]
+            given = {owner: [Links(rows={owner: each}) for each in found] for owner, found in rows.items()}
+            owners = [owner for owner in given if kin.why_no_rows(index, owner) is None]
+            readers = {owner: reader_of(attention, owner) for owner in owners}
+            owners.sort(key=lambda owner: judge(readers[owner], given[owner]))
+            for owner in owners[:OWNERS]:
+                made.append((Option("share", owner, "", costs.of(index, source=owner)), readers[owner]))
+            for option, other in made:
+                put_attention(layer, config, other)
+                more = given[option.at] if option.kind == "share" else None
+                left = run(layer, config, hidden, where, record=False, bfloat16=text.bfloat16, links=more).after
+                branches = torch.cat([branches, left])
+                told.append((index, option))
             rows[index] = [link.rows[index] for link in links if index in link.rows]
         hidden = seen.after
         progress(f"plan {goal.name}", index + 1, count)
+    shell = shell_of(layers)
+    options: list[list[Option]] = [[Option("whole", cost=costs.of(index))] for index in range(count)]
+    found = Prices(options, {})
+    for (index, option), last in zip(told, branches.split(len(hidden)), strict=True):
+        priced = replace(option, harm=divergence(shell, hidden[:, ::THINNED], last[:, ::THINNED]))
+        if option.kind == "share":
+            found.readers[index, option.at] = priced
+        else:
+            options[index].append(priced)
+    found.options = [between_ranks(each) for each in options]
     return found
+
+
+def priced_windows(text: Calibration, numbers: int) -> Calibration:
+    """Two windows for prices, one with jumps in its positions if any has, of `PRICED` tokens in all at most, and of so
+    many that the streams, with `numbers` for each token, fit into `HELD`."""
+    jumps = (text.positions.diff(dim=1) != 1).any(1)
+    some = sorted({int(jumps.float().argmax()), int(jumps.float().argmin())})
+    length = max(16, min(PRICED, HELD // numbers) // len(some))
+    tokens, positions = (t[some, :length] for t in (text.tokens, text.positions))
+    return Calibration(tokens, positions, text.bfloat16)
+
+
+def _made(
+    attention: SeamAttention, stats: AttentionStats, shape: Shape, turning: tuple[tuple[int, int], ...], costs: Costs,
+    index: int,
+) -> Iterator[tuple[Option, SeamAttention]]:  # fmt: skip
+    """A layer as each option that is fitted."""
+    slots = None
+    for move in _moves(attention.spec, shape, turning):
+        if isinstance(move, ToMLA):
+            slots = move.gauge(attention, stats) if slots is None else slots
+            made = move(attention, stats, slots)
+            yield Option("mla", move.clipped(attention), "", costs.of(index, made.spec)), made
+        else:
+            made = move(attention, stats)
+            yield Option("gqa", move.kv_heads, move.how, costs.of(index, made.spec)), made
 
 
 class Judge:
@@ -363,7 +411,7 @@ def make_plan(
     tried = try_all(layers, windows, goal, survey, damage, mixed, singles, progress)
     won = min((each for each in tried if each["name"] != "source"), key=lambda each: each["kl"])["name"]
     options = tuple(mixed or ()) if won == "mixed" else ()
-    reasons = [_compared(won, tried)]
+    reasons = [_compared(won, tried, _harm(mixed or ()))]
     reasons += [_reason(layer, option, prices) for layer, option in enumerate(options)]
     plan = Plan("" if won == "mixed" else won, options, tuple(tried), tuple(reasons))
     plan.save(file)
@@ -405,22 +453,19 @@ def try_all(
     given = {single.name: shares(layers, single, survey, damage) for single in singles}
     turning, heal = choose(damage, goal.turning), LayerwiseHeal(steps=0, bfloat16=text.bfloat16)
     costs = Costs(config, cast(Auto, goal.method))
-    harms, sizes = dict.fromkeys(names, 0.0), {**dict.fromkeys(names, 0.0), "source": costs.whole}
+    sizes = {**dict.fromkeys(names, 0.0), "source": costs.whole}
     for index in range(count):
         stats, felt = surveyed(survey, index)
         with layers.open(index) as layer:
             own = attention_of(layer, config)
             seen = run(layer, config, hidden["source"], where, bfloat16=text.bfloat16)
-            judge = Judge(seen.x, seen.y, seen.before + seen.y, felt, where, text.bfloat16)
             made: dict[str, SeamAttention] = {}
             if mixed is not None:
                 made["mixed"] = become(mixed[index], own, stats, turning)
-                harms["mixed"] += mixed[index].harm
             for single in singles:
                 problem = (seen.x, seen.y, seen.before + seen.y, felt, where)
                 moves = moves_of(single, own, stats, damage, given[single.name][index])
                 made[single.name] = best(moves, own, stats, heal, problem)
-                harms[single.name] += judge(made[single.name])
             hidden["source"] = seen.after
             for name, attention in made.items():
                 reads = readers.get(index) if name == "mixed" else None
@@ -438,7 +483,6 @@ def try_all(
         {
             "name": name,
             "cost": sizes[name] / costs.whole,
-            "harm": harms[name],
             "loss": loss_of(shell, tokens, last),
             "kl": divergence(shell, hidden["source"], last),
         }
@@ -474,11 +518,12 @@ def unseen_windows(text: Calibration) -> Tensor:
     return left[torch.linspace(0, len(left) - 1, count).round().long()]
 
 
-def _compared(won: str, tried: Sequence[Mapping[str, Any]]) -> str:
+def _compared(won: str, tried: Sequence[Mapping[str, Any]], harm: float) -> str:
     """Why this plan, in a line."""
     others = sorted((each for each in tried if each["name"] != "source"), key=lambda each: each["kl"])
     said = ", ".join(f"{each['name']} {each['kl']:.4f}" for each in others)
-    return f"{won} stays nearest to the source's predictions, unhealed, in nats a token: {said}"
+    line = f"{won} stays nearest to the source's predictions, unhealed, in nats a token: {said}"
+    return line + (f" (mixed: the layers' harms add up to {harm:.4f})" if harm else "")
 
 
 def _reason(layer: int, option: Option, prices: Prices) -> str:
