@@ -226,6 +226,16 @@ def test_explain_says_what_is_kept_for_the_newest_tokens_only():
     assert ran.json["kinds"][0]["windows"] == [{"tokens": 3, "floats": 1024.0}]
 
 
+def test_explain_says_what_a_decoding_step_waits_for():
+    ran = run("explain", "gqa(kv_heads=2)", "--dim", "64", "--heads", "8", "--intensity", "--json")
+    step = ran.json["kinds"][0]["decoding"]
+    assert step["cache"]["intensity"] == 4 and step["weights"]["intensity"] == 1 and step["cache"]["bound"] == "memory"
+    assert (
+        "FLOPs per byte: weights 1, cache 4" in " ".join(ran.out.split())
+        and max(map(len, ran.out.splitlines()[:-1])) <= 80
+    )
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [

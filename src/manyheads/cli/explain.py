@@ -22,6 +22,7 @@ def explain(
     dim: Annotated[int, typer.Option(min=1, help="Width of x, for a spec line.")] = 512,
     heads: Annotated[int, typer.Option(min=1, help="Query heads, for a spec line.")] = 8,
     queries: Annotated[str, typer.Option(help="New tokens of the passes to explain.")] = "1,512",
+    intensity: Annotated[bool, typer.Option("--intensity", help="Add what a decoding step waits for.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -29,7 +30,7 @@ def explain(
     passes = numbers(queries)
     name = find(model)
     kinds = _of_spec(name, dim, heads) if _is_spec(name) else _of_model(name)
-    described = [_describe(*kind, passes) for kind in kinds]
+    described = [_describe(*kind, passes) | (_intensity(*kind) if intensity else {}) for kind in kinds]
     floats = sum(kind["cache_floats"] * len(kind["layers"]) for kind in described)
     for kind in described:
         _show(kind)
@@ -98,6 +99,15 @@ def _describe(
     }  # fmt: skip
 
 
+def _intensity(layers: list[int], line: str, dim: int, heads: int, site: Site) -> dict[str, Any]:
+    """What a step of one sequence after 4,096 tokens computes and moves, in bf16."""
+    from manyheads.bench.intensity import H200, operators
+
+    found = operators(line, dim, heads, context=4096, site=site)
+    return {"decoding": {each.name: {"flops": each.flops, "bytes": each.bytes, "intensity": each.intensity,
+                                     "bound": each.bound(H200)} for each in found}}  # fmt: skip
+
+
 def _show(kind: dict[str, Any]) -> None:
     wrapped(f"{_ranges(kind['layers'])}: {kind['spec']}")
     typer.echo(f"  width {kind['dim']}, {kind['heads']} query heads, {kind['parameters']:,} parameters")
@@ -111,6 +121,9 @@ def _show(kind: dict[str, Any]) -> None:
         wrapped(f"{count} new token{'s' if count > 1 else ''}: {each['kernel']}, because {each['why']}", "  ")
         for kernel, reason in each["refused"].items():
             wrapped(f"not {kernel}: {reason}", "    ")
+    if "decoding" in kind:
+        said = [f"{name} {each['intensity']:.3g}" for name, each in kind["decoding"].items()]
+        wrapped(f"a step at 4,096 tokens, one sequence in bf16, in FLOPs per byte: {', '.join(said)}", "  ")
 
 
 def _ranges(layers: list[int]) -> str:

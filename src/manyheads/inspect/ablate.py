@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from manyheads.attention import Attention
 from manyheads.core.flow import Flow
-from manyheads.core.kernel import Call, Term
+from manyheads.core.kernel import Call
 from manyheads.core.mask import Axis
 from manyheads.core.tap import Tap
 from manyheads.inspect.capture import watching
-from manyheads.inspect.layers import Layer, attach_all, check_heads, chosen, followed
+from manyheads.inspect.edit import Edit, flags, programmed, standing_by
+from manyheads.inspect.layers import Layer, check_heads, chosen
 from manyheads.inspect.look import Look
 
 Heads = Mapping[int, int | Iterable[int] | None]
@@ -38,7 +39,8 @@ def batches_of(inputs: Inputs | Sequence[Inputs]) -> list[Inputs]:
     return cast(list[Inputs], list(inputs) if isinstance(inputs, (list, tuple)) else [inputs])
 
 
-def _chosen(model: nn.Module, heads: Heads) -> list[tuple[Layer, list[int]]]:
+def chosen_heads(model: nn.Module, heads: Heads) -> list[tuple[Layer, list[int]]]:
+    """Some heads by layer; one that the model lacks is an error that says what it has."""
     if not isinstance(heads, Mapping) or not heads:
         raise ValueError(f"heads are given by layer, such as {{3: [0, 2]}}, not {heads!r}")
     layers = [chosen(model, number)[0] for number in heads]
@@ -88,7 +90,7 @@ def ablate(
     Raises:
         ValueError: a layer or head that does not exist, or a way that lacks its reference.
     """
-    some = _chosen(model, heads)
+    some = chosen_heads(model, heads)
     if how not in ("zero", "mean", "resample"):
         raise ValueError(f"how={how!r}; heads are replaced by zero, mean or resample")
     if how == "mean" and reference is None:
@@ -109,17 +111,8 @@ def ablate(
             return Ablated(picked, lambda axis, o: mean[None, picked, None])
         return Ablated(picked, lambda axis, o: _same_place(outs[:, picked], axis, len(o)))
 
-    with _standing_by([layer for layer, _ in some], make):
+    with standing_by([layer for layer, _ in some], make):
         yield
-
-
-@contextmanager
-def _standing_by(layers: Sequence[Layer], make: Callable[[Layer], Tap]) -> Iterator[None]:
-    detach = attach_all(layers, make)
-    try:
-        yield
-    finally:
-        detach()
 
 
 def _outputs(model: nn.Module, layers: Sequence[Layer], reference: Inputs) -> dict[int, tuple[Tensor, Tensor]]:
@@ -161,40 +154,24 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Edit):
     """The score program of moves: w[target] += share · w[source], w[source] *= 1 - share, for queries that see both."""
 
     heads: tuple[int, ...]
     moves: tuple[Move, ...]
     keys: Axis
-    halo: int = 0
-    maps: int = 1
-    terms: tuple[Term, ...] = ()
 
     def __str__(self) -> str:
         return "moved attention mass"
 
-    def scores(self, q: Tensor, k: Tensor, scale: float) -> None:
-        return None
-
-    def before(self, scores: Tensor, visible: Tensor, rows: slice) -> Tensor:
-        return scores
-
-    def normalise(self, scores: Tensor, visible: Tensor) -> None:
-        return None
-
     def after(self, weights: Tensor, visible: Tensor, rows: slice) -> Tensor:
         time = self.keys.time[:, None, None, : weights.shape[-1]]
-        heads = torch.zeros(weights.shape[1], 1, 1, dtype=torch.bool, device=weights.device)
-        heads[list(self.heads)] = True
+        heads = flags(self.heads, weights.shape[1], weights.device)
         for source, target, share in self.moves:
             both = (visible & (time == target)).any(-1, keepdim=True) & heads
             moved = share * (weights * (time == source) * both)
             weights = weights - moved + moved.sum(-1, keepdim=True) * (time == target)
         return weights
-
-    def read(self, weights: Tensor, call: Call, rows: slice) -> None:
-        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,13 +205,7 @@ class Steered(Tap):
                 call = replace(call, k=call.k.repeat_interleave(each, 1), v=call.v.repeat_interleave(each, 1))
             call = replace(call, **{name: self._added(getattr(call, name), name, x) for name, x in wanted.items()})
         if change.move:
-            unlike = None
-            if isinstance(self.layer.module, Attention):
-                assert flow is not None
-                _, unlike = followed(self.layer.module, call, flow)
-            if unlike:
-                raise ValueError(f"{self.layer.name} has no one map in which mass could move: {unlike}")
-            call = replace(call, program=(*call.program, Moved((*self.heads,), change.move, call.mask.k)))
+            call = programmed(self.layer, call, flow, Moved((*self.heads,), change.move, call.mask.k))
         return call
 
     def _added(self, x: Tensor, name: str, direction: Tensor) -> Tensor:
@@ -293,7 +264,7 @@ def steer(
         ValueError: a layer or head that does not exist, a direction that does not fit, or mass to be moved where there
             is no one map.
     """
-    some = _chosen(model, heads)
+    some = chosen_heads(model, heads)
     change = Change(_scales(scale), q, k, v, out, _moves(move))
     if not any(x is not None and x != () for x in vars(change).values()):
         raise ValueError("nothing is changed: give scale, q, k, v, out or move")
@@ -303,7 +274,7 @@ def steer(
     def make(layer: Layer) -> Tap:
         return Steered(layer, next(of for each, of in some if each is layer), change)
 
-    with _standing_by([layer for layer, _ in some], make):
+    with standing_by([layer for layer, _ in some], make):
         yield
 
 
@@ -332,4 +303,4 @@ def _check_change(layer: Layer, heads: Sequence[int], change: Change) -> None:
         raise ValueError(f"{change.scale.numel()} scales for {len(heads)} heads")  # type: ignore[union-attr]
 
 
-__all__ = ["Heads", "How", "Inputs", "Move", "ablate", "batches_of", "run", "steer"]
+__all__ = ["Heads", "How", "Inputs", "Move", "ablate", "batches_of", "chosen_heads", "run", "steer"]

@@ -5,6 +5,28 @@ Those of outputs, weights and importance take a model. All return one number a h
 """
 
 from manyheads.inspect.measures.behaviour import Retrieval, retrieval, successor, unembedding
+from manyheads.inspect.measures.frequency import (
+    Spectra,
+    amplitudes,
+    curvature,
+    direction,
+    landscape,
+    position_variance,
+    spectra,
+)
+from manyheads.inspect.measures.gaze import Gaze, Trajectory, box, gaze, panels, trajectory
+from manyheads.inspect.measures.grid import (
+    Grid,
+    Patterns,
+    agreement,
+    hop_profile,
+    mean_hop,
+    near_mass,
+    patterns,
+    ranks,
+    removals,
+    special_mass,
+)
 from manyheads.inspect.measures.importance import ablation, importance, next_token_loss
 from manyheads.inspect.measures.maps import (
     Behind,
@@ -22,9 +44,39 @@ from manyheads.inspect.measures.maps import (
     self_mass,
     sink_mass,
 )
+from manyheads.inspect.measures.pairs import (
+    FewHeads,
+    PairFeatures,
+    Probe,
+    few_heads,
+    fit_probe,
+    mas,
+    pair_features,
+)
 from manyheads.inspect.measures.redundancy import cka, clusters, correlation, js_divergence
+from manyheads.inspect.measures.relevance import (
+    Pattern,
+    offset,
+    relevance,
+    same_sentence,
+    same_token,
+    stands_out,
+    weight_importance,
+)
+from manyheads.inspect.measures.saliency import (
+    cell_masks,
+    cross_layers,
+    cross_maps,
+    deletion,
+    explained,
+    gradient_saliency,
+    mean_map,
+    perturbation,
+    to_frames,
+)
 from manyheads.inspect.measures.table import HeadTable, Measure, measure
 from manyheads.inspect.measures.tokens import Matching, duplicate_token, induction, on_tokens, repeated
+from manyheads.inspect.measures.visual import VisualHeads, sink_channels, sink_values, visual_heads
 from manyheads.inspect.measures.weights import (
     Spectrum,
     effective_rank,
@@ -36,10 +88,15 @@ from manyheads.inspect.measures.weights import (
 )
 
 __all__ = [
-    "Behind", "First", "HeadTable", "Matching", "Measure", "Retrieval", "Spectrum", "ablation", "cka", "clusters",
-    "confidence", "correlation", "distance", "distance_profile", "distance_spread", "duplicate_token",
-    "effective_rank", "entropy", "head_weights", "importance", "induction", "js_divergence", "local_mass",
-    "marchenko_pastur", "masses", "measure", "next_token_loss", "on_tokens", "output_size", "position_bias",
-    "previous_token", "qk_rank", "repeated", "retrieval", "self_mass", "singular_values", "sink_mass", "stable_rank",
-    "successor", "unembedding",
+    "Behind", "FewHeads", "First", "Gaze", "Grid", "HeadTable", "Matching", "Measure", "PairFeatures", "Pattern",
+    "Patterns", "Probe", "Retrieval", "Spectra", "Spectrum", "Trajectory", "VisualHeads", "ablation", "agreement",
+    "amplitudes", "box", "cell_masks", "cka", "clusters", "confidence", "correlation", "cross_layers", "cross_maps",
+    "curvature", "deletion", "direction", "distance", "distance_profile", "distance_spread", "duplicate_token",
+    "effective_rank", "entropy", "explained", "few_heads", "fit_probe", "gaze", "gradient_saliency", "head_weights",
+    "hop_profile", "importance", "induction", "js_divergence", "landscape", "local_mass", "marchenko_pastur", "mas",
+    "masses", "mean_hop", "mean_map", "measure", "near_mass", "next_token_loss", "offset", "on_tokens", "output_size",
+    "pair_features", "panels", "patterns", "perturbation", "position_bias", "position_variance", "previous_token",
+    "qk_rank", "ranks", "relevance", "removals", "repeated", "retrieval", "same_sentence", "same_token", "self_mass",
+    "singular_values", "sink_channels", "sink_mass", "sink_values", "special_mass", "spectra", "stable_rank",
+    "stands_out", "successor", "to_frames", "trajectory", "unembedding", "visual_heads", "weight_importance",
 ]  # fmt: skip
