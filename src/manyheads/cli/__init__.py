@@ -21,6 +21,7 @@ from manyheads.cli.inspect import inspect
 from manyheads.cli.list import list_parts
 from manyheads.cli.lock import lock
 from manyheads.cli.merge import merge
+from manyheads.cli.merge_heads import merge_heads
 from manyheads.cli.multi import multi
 from manyheads.cli.share import share
 from manyheads.cli.shrink import shrink
@@ -45,6 +46,7 @@ for name, function in (
     ("export", export),
     ("share", share),
     ("merge", merge),
+    ("merge-heads", merge_heads),
     ("lock", lock),
     ("list", list_parts),
 ):

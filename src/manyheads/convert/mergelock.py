@@ -78,7 +78,7 @@ def canonical(model: PreTrainedModel) -> ManyheadsForCausalLM:
     for layer in ours.attentions:
         if isinstance(layer.project, LatentProject):
             raise OptionError(f"layer {layer.site.layer} is {layer.spec}; a canonical form is known of gqa")
-        apply(layer, _canonical(layer))
+        apply(layer, canonical_maps(layer))
     return ours
 
 
@@ -188,7 +188,8 @@ def _pair_maps(layer: Attention, numbers: Tensor, conj: bool = False) -> Tensor:
     return maps
 
 
-def _canonical(layer: Attention) -> Maps:
+def canonical_maps(layer: Attention) -> Maps:
+    """The maps that give a `gqa` layer the weights that all with its function have in common (`canonical`)."""
     q, k, v, o = heads_of(layer)
     values = _even(v, o.permute(0, 3, 1, 2).flatten(2))
     if _normed(layer):

@@ -64,12 +64,18 @@ def to_family(
 
 
 def _config(model: ManyheadsForCausalLM, layers: list[SeamAttention]) -> PreTrainedConfig:
-    """The family's config with the model's number of key heads; refuses what it does not describe."""
+    """The family's config with the model's numbers of heads; refuses what it does not describe."""
     base = model.config.base
     if base is None:
         raise ExportError("this is our own decoder and of no family; use the format 'manyheads'")
     config: Any = copy.deepcopy(base)
     config.num_key_value_heads = layers[0].layout.kv
+    if layers[0].heads != config.num_attention_heads:  # heads were merged or added: their width no longer follows
+        config.num_attention_heads, config.head_dim = layers[0].heads, layers[0].layout.qk_width
+        try:
+            getattr(config, "validate_architecture", bool)()
+        except ValueError as error:
+            raise ExportError(f"no {config.model_type} model has such heads: {error}") from None
     config.architectures = [type(model.model).__name__]
     config.dtype = model.dtype
     try:

@@ -1,13 +1,16 @@
 """What moves share: linear layers as matrices of rows, the bias as one more input channel; a layer to fill."""
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from manyheads.attention import Attention
 from manyheads.convert.stats import AttentionStats
 from manyheads.core.spec import Spec
 from manyheads.stack.seam import SeamAttention
+
+Layer = TypeVar("Layer", bound=Attention)
 
 
 class Move(Protocol):
@@ -20,10 +23,11 @@ class Move(Protocol):
     def __call__(self, attention: SeamAttention, stats: AttentionStats) -> SeamAttention: ...
 
 
-def like(attention: SeamAttention, spec: Spec) -> SeamAttention:
-    """A layer of another spec at the place of this one, in its dtype; weights are new."""
-    new = SeamAttention(spec, attention.dim, attention.heads, site=attention.site, dropout=attention.dropout)
-    return new.to(next(attention.parameters()).dtype).eval()
+def like(attention: Layer, spec: Spec, heads: int | None = None) -> Layer:
+    """A layer of another spec, or of other heads, at the place of this one, in its dtype; weights are new."""
+    heads = attention.heads if heads is None else heads
+    new = type(attention)(spec, attention.dim, heads, site=attention.site, dropout=attention.dropout)
+    return new.to(next(attention.parameters())).eval()
 
 
 def between(spec: Spec) -> str | None:

@@ -68,8 +68,12 @@ class ToDHA:
             raise OptionError(
                 f"{attention.layout.kv} key heads become 1 to {attention.layout.kv} of either kind, not {wanted}"
             )
-        groups = [tree.groups[count - 1] for tree, count in zip(trees, wanted, strict=True)]
-        sides = _sides(attention, stats)
+        keys, values = (tree.groups[count - 1] for tree, count in zip(trees, wanted, strict=True))
+        return self.fuse(attention, stats, keys, values)
+
+    def fuse(self, attention: SeamAttention, stats: AttentionStats, keys: Groups, values: Groups) -> SeamAttention:
+        """The converted layer with groups of one's own, whatever numbers the move has."""
+        sides, groups = _sides(attention, stats), (keys, values)
         fused = [
             torch.stack([self._fused(side, [i for i, own in enumerate(of) if own == g]) for g in range(max(of) + 1)])
             for side, of in zip(sides, groups, strict=True)

@@ -156,7 +156,7 @@ class ToGQA:
         members, each, width = layout.kv // self.kv_heads, layout.q // layout.kv, layout.v_width
         outers = torch.eye(width, dtype=v.dtype).expand(layout.kv, -1, -1)
         if self.how == "fitted":
-            outers = _felt_values(attention, stats, o)
+            outers = felt_values(attention, stats, o)
         moment = self._moment(stats, stats.rows)
         merged, outputs = [], []
         for index in range(self.kv_heads):
@@ -178,7 +178,7 @@ def principal_values(
 
     The best map of v `[G, v, D + 1]` in the metric of the output; o is W_O `[D, H, v]`.
     """
-    outer = torch.block_diag(*_felt_values(attention, stats, o))
+    outer = torch.block_diag(*felt_values(attention, stats, o))
     rows = outer @ v.flatten(0, 1)
     down = _principal(rows, stats.rows, width)
     short = width - len(down)  # more than all values
@@ -186,7 +186,7 @@ def principal_values(
     return torch.nn.functional.pad(down @ rows, (0, 0, 0, short)), read.unflatten(0, (len(v), -1))
 
 
-def _felt_values(attention: SeamAttention, stats: AttentionStats, o: Tensor) -> Tensor:
+def felt_values(attention: SeamAttention, stats: AttentionStats, o: Tensor) -> Tensor:
     """The roots of what the output feels of each key head's values, `[G, v, v]`."""
     layout = attention.layout
     seen = torch.einsum("fe,ehd->fhd", stats.metric.double(), o)

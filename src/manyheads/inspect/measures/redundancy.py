@@ -84,14 +84,15 @@ def cka(model: nn.Module, inputs: Inputs | Sequence[Inputs], layers: int | list[
     return HeadTable("cka", rows)
 
 
-def clusters(similarity: Tensor, threshold: float) -> list[list[int]]:
+def clusters(similarity: Tensor, threshold: float, count: int = 1) -> list[list[int]]:
     """Heads in groups, from their similarities `[H, H]`: two groups are one while they are this alike in the mean.
 
-    Average linkage; ties go to the lowest heads. What is not a number is like nothing.
+    Never fewer than `count` groups; a threshold of -inf makes just as many. Average linkage; ties go to the lowest
+    heads. What is not a number is like nothing.
     """
     alike = similarity.double().nan_to_num(-torch.inf)
     groups = [[head] for head in range(len(alike))]
-    while len(groups) > 1:
+    while len(groups) > count:
         pairs = [(alike[a][:, b].mean().item(), -i, -j) for i, a in enumerate(groups) for j, b in enumerate(groups[:i])]
         best, i, j = max(pairs)
         if best < threshold:
