@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -255,8 +256,10 @@ def price(
     shell = shell_of(layers)
     options: list[list[Option]] = [[Option("whole", cost=costs.of(index))] for index in range(count)]
     found = Prices(options, {})
-    for (index, option), last in zip(told, branches.split(len(hidden)), strict=True):
-        priced = replace(option, harm=divergence(shell, hidden[:, ::THINNED], last[:, ::THINNED]))
+    thin = dict(enumerate(branches[:, ::THINNED].split(len(hidden))))
+    harms = divergences(shell, hidden[:, ::THINNED], thin)
+    for n, (index, option) in enumerate(told):
+        priced = replace(option, harm=harms[n])
         if option.kind == "share":
             found.readers[index, option.at] = priced
         else:
@@ -479,25 +482,27 @@ def try_all(
                 link.rows = {owner: rows for owner, rows in link.rows.items() if owner in readers.values()}
         progress(f"try {goal.name}", index + 1, count)
     shell = shell_of(layers)
+    apart = divergences(shell, hidden["source"], hidden)
     return [
-        {
-            "name": name,
-            "cost": sizes[name] / costs.whole,
-            "loss": loss_of(shell, tokens, last),
-            "kl": divergence(shell, hidden["source"], last),
-        }
+        {"name": name, "cost": sizes[name] / costs.whole, "loss": loss_of(shell, tokens, last), "kl": apart[name]}
         for name, last in hidden.items()
     ]
 
 
 @torch.no_grad()
-def divergence(shell: PreTrainedModel, source: Tensor, last: Tensor) -> float:
-    """Mean KL(source || other) of next tokens, nats, of what turns last hidden states `[N, T, D]` into logits."""
-    total = 0.0
-    for pair in zip(*(hidden.flatten(0, 1)[None].split(256, 1) for hidden in (source, last)), strict=True):
-        p, q = (shell(inputs_embeds=part, use_cache=False).logits.float().log_softmax(-1) for part in pair)
-        total += (p.exp() * (p - q)).sum().item()
-    return total / source.shape[:2].numel()
+def divergences(shell: PreTrainedModel, source: Tensor, others: Mapping[Any, Tensor]) -> dict[Any, float]:
+    """Mean KL(source || other) of next tokens, nats, by what turns last hidden states `[N, T, D]` into logits."""
+    totals = dict.fromkeys(others, 0.0)
+    parts = {name: last.flatten(0, 1)[None].split(256, 1) for name, last in others.items()}
+    for n, part in enumerate(source.flatten(0, 1)[None].split(256, 1)):
+        p = _log_predicted(shell, part)
+        for name in totals:
+            totals[name] += F.kl_div(_log_predicted(shell, parts[name][n]), p, reduction="sum", log_target=True).item()
+    return {name: total / source.shape[:2].numel() for name, total in totals.items()}
+
+
+def _log_predicted(shell: PreTrainedModel, hidden: Tensor) -> Tensor:
+    return shell(inputs_embeds=hidden, use_cache=False).logits.float().log_softmax(-1)
 
 
 def become(
