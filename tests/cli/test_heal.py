@@ -1,9 +1,15 @@
 """`manyheads heal`, and `manyheads shrink --distil`."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.cli.line import SMALL, refused, run, save_tiny
 from tests.cli.test_shrink import interrupt, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -152,6 +158,54 @@ def test_another_vocabulary_is_refused_with_the_numbers(shrunk, tmp_path):
 def test_an_out_folder_that_exists(shrunk, tiny, tmp_path):
     assert f"{tmp_path} exists already" in refused("heal", shrunk / "mla-25", "--teacher", tiny, "--out", tmp_path)
     assert run("heal", shrunk / "mla-25", "--teacher", tiny).code == 2
+
+
+# --- several processes
+
+
+LAUNCHERS = {  # on CPUs, `accelerate launch --cpu` starts one process however many are asked for (more need MPI)
+    "accelerate --cpu": (["accelerate.commands.launch", "--num_processes", "2", "--cpu", "--main_process_port"], 1),
+    "accelerate": (["accelerate.commands.launch", "--num_processes", "2", "--multi_gpu", "--main_process_port"], 2),
+    "torchrun": (["torch.distributed.run", "--nproc_per_node", "2", "--master_port"], 2),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(shrunk, tiny, tmp_path_factory):
+    """A run of one process: its command, what it printed, its folder."""
+    work = tmp_path_factory.mktemp("alone")
+    (work / "text").write_text(default_text()[:40_000])
+    own = ["heal", shrunk / "mla-25", "--teacher", tiny, "--text", work / "text", *QUICK, "--batch", "4x32"]
+    ran = run(*own, "--out", work / "o", "--json")
+    assert ran.code == 0, ran
+    return own, ran.json, work / "o"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_under_a_launcher_it_is_the_run_of_one_process(launcher, alone, tmp_path):
+    pytest.importorskip("accelerate", reason="needs manyheads[train]")
+    command, processes = LAUNCHERS[launcher]
+    own, result, folder = alone
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ran = subprocess.run(
+        [sys.executable, "-m", *command, str(port), "-m", "manyheads", *map(str, own), "--out", tmp_path / "o"],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "o/result.json").read_text())
+    assert found["processes"] == processes and found["best"] == result["best"]
+    for one, other in zip(found["curve"] + found["rows"], result["curve"] + result["rows"], strict=True):
+        assert one.pop("name", None) == other.get("name")
+        assert one == pytest.approx({key: other[key] for key in one}, abs=1e-4, rel=1e-4)
+    ours, theirs = (load_file(each / "model.safetensors") for each in (tmp_path / "o", folder))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-4, rtol=1e-4, msg=name)
 
 
 # --- shrink --distil

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from tests.convert.tiny import VOCAB, model, tokens
 
+import manyheads.convert.beside as beside
 import manyheads.convert.distil as module
 from manyheads.convert.adopt import adopt
-from manyheads.convert.distil import Beside, Distil, check, distil
+from manyheads.convert.beside import Beside
+from manyheads.convert.distil import Distil, check, distil
 from manyheads.convert.lora import linear_layers
 from manyheads.convert.relations import Relations
 from manyheads.convert.resume import ResumeError
@@ -86,7 +88,7 @@ def stop_at(step):
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 @pytest.mark.parametrize("train", ["attention", "all"])
 def test_the_loss_and_its_gradient_are_those_of_whole_logits(monkeypatch, kind, train):
-    monkeypatch.setattr(module, "BLOCK", 10)
+    monkeypatch.setattr(beside, "BLOCK", 10)
     student, teacher = pair(kind, torch.float64)
     options = Distil(batch=(3, 16), ce=0.3, kl=0.7, temperature=2.0, bfloat16=False)
     ids = tokens(3)
@@ -122,10 +124,10 @@ def test_auxiliary_losses_of_the_student_count_in_training_only():
     torch.manual_seed(0)
     student = ManyheadsForCausalLM(ManyheadsConfig(specs="gqa + moh(top=2)", **config))
     teacher = adopt(model())
-    beside = Beside(student, teacher, Distil())
-    found = beside.train()(tokens(2))
+    both = Beside(student, teacher, Distil())
+    found = both.train()(tokens(2))
     assert found.loss > 0.1 * found.ce + found.kl + 1e-3
-    found = beside.eval()(tokens(2))
+    found = both.eval()(tokens(2))
     torch.testing.assert_close(found.loss, 0.1 * found.ce + found.kl)
 
 
@@ -380,13 +382,13 @@ def test_lora_trains_and_is_merged(tmp_path):
     pytest.importorskip("peft", reason="peft is not installed")
     student, teacher = pair()
     before = state(student)
-    options = replace(QUICK, lora=2, lr=1e-2, steps=20, every=10)
+    options = replace(QUICK, lora=4, lr=1e-2, steps=20, every=10)
     found = distil(student, teacher, Windows(), options)
     after = state(student)
     assert after.keys() == before.keys() and found.curve[-1].loss < found.curve[0].loss
     for name, tensor in after.items():
         rank = torch.linalg.matrix_rank(tensor - before[name], atol=1e-5).item() if tensor.ndim == 2 else 0
-        assert rank == (2 if "self_attn" in name and name.endswith("_proj.weight") else 0), name
+        assert rank == (4 if "self_attn" in name and name.endswith("_proj.weight") else 0), name
     again = pair()[0]
     with pytest.raises(KeyboardInterrupt):
         distil(pair()[0], teacher, Windows(), options, work=tmp_path, progress=stop_at(13))

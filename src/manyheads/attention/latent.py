@@ -88,6 +88,10 @@ class LatentProject(Project):
     def write(self, flow: Flow) -> dict[str, Tensor]:
         return {"latent": torch.cat(self.latent(flow), -1)[:, None]}
 
+    def latents(self, rows: Tensor) -> Tensor:
+        """Cached rows as [c ; rotary key], `[B, 1, S, rank + rope]`."""
+        return rows
+
     def rotary(self, name: str) -> slice | None:
         if self._turns is None:
             return None
@@ -102,7 +106,7 @@ class LatentProject(Project):
 
     def keys(self, q: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor, Axis]:
         assert flow.rows is not None
-        rows, axis = flow.rows["latent"], flow.rows.axis
+        rows, axis = self.latents(flow.rows["latent"]), flow.rows.axis
         if flow.view == "absorbed":
             q = torch.cat([per_head(q[..., : self.nope], self._up()[0]), q[..., self.nope :]], -1)
             return q, rows, rows[..., : self.rank], axis

@@ -324,6 +324,7 @@ class _Clock:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         known = {name: name for name in ("load", "calibrate", "distil", "measure", "account")} | {"time": "measure"}
+        known["probe"] = "calibrate"
         self.lap(known.get(stage.split()[0], "convert"))
         self._progress(stage, done, total)
 

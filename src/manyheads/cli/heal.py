@@ -58,7 +58,8 @@ def heal(
     """Train a converted model end to end, towards its source's predictions.
 
     Writes a checkpoint and result.json to a new folder, and prints a table of the teacher, and of the model before and
-    after. Runs under `accelerate launch -m manyheads heal …` too, in several processes.
+    after. Runs in several processes too: `accelerate launch -m manyheads heal …`, or `torchrun --nproc-per-node 2 -m
+    manyheads heal …` (on CPUs `accelerate launch --cpu` starts one process).
     """
     shape, windows = sizes(batch), sizes(evaluate)
     name = find(checkpoint)

@@ -2,7 +2,7 @@
 
 `mla` and `gqa` are the library's own, fitted to what each layer's output feels. Many published methods are the same two
 moves with other choices, each under its own name; every choice can be changed for any of them. The others are moves of
-their own: `dha`, `qkv-sharing`, `mfa`, `tensorllm`; `share` goes over layers.
+their own: `dha`, `qkv-sharing`, `mfa`, `tensorllm`, `retrieval_distill`; `share` goes over layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Keep = Literal["damage", "high", "low", "uniform", "norm"]
 Factor = Literal["fitted", "activations", "weights"]
 Merging = Literal["best", "fitted", "lowrank", "mean", "first", "random"]
 Target = Literal["cache", "params", "speed"]
-Move = Literal["mla", "gqa", "auto", "dha", "qkv-sharing", "mfa", "tensorllm", "share"]
+Move = Literal["mla", "gqa", "auto", "dha", "qkv-sharing", "mfa", "tensorllm", "retrieval", "share"]
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,36 @@ class Tensorised(Method):
 
 
 @dataclass(frozen=True)
+class Retrieval(Method):
+    """The heads that retrieve from the context stay, all others become recurrent (arXiv 2602.11374).
+
+    A start for training: `--distil`, or `manyheads heal --train all`. The budget is of rows; each recurrent head keeps
+    a state besides, the same for any length.
+
+    heads: how many stay in all layers, the most important first; none: as many as the budget has key heads for.
+    threshold: how much accuracy of look-ups must be lost without a head for it to stay; none: any. state: N of a
+        recurrent head (default its width). pairs: of a look-up; fewer where the text has few tokens.
+    """
+
+    name: ClassVar[str] = "retrieval_distill"
+    move: ClassVar = "retrieval"
+    paper: ClassVar[str] = "arXiv 2602.11374"
+
+    heads: int | None = None
+    threshold: float | None = None
+    state: int | None = None
+    pairs: int = 32
+
+    def __post_init__(self) -> None:
+        if self.heads is not None and self.heads < 0:
+            raise OptionError(f"heads={self.heads}; 0 keeps none")
+        if self.threshold is not None and not -1 <= self.threshold <= 1:
+            raise OptionError(f"threshold={self.threshold:g} is no difference of accuracies, -1 to 1")
+        if self.pairs < 1 or (self.state is not None and self.state < 1):
+            raise OptionError(f"pairs={self.pairs}, state={self.state}; at least 1")
+
+
+@dataclass(frozen=True)
 class Shared(Method):
     """Layers read the cached rows of an earlier layer (KVSharer, Yang et al. 2024).
 
@@ -304,7 +334,7 @@ METHODS: dict[str, type[Method]] = {
     method.name: method
     for method in (
         Latent, Merge, Auto, TransMLA, MHA2MLA, CARE, GqaUptrain, KVHeadLowRank, Decoupled, Tied, Wide, Tensorised,
-        Shared,
+        Retrieval, Shared,
     )
 }  # fmt: skip
 

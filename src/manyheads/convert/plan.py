@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyheads.convert.methods import Auto, Latent, Method, Move, Wide, read_method
-from manyheads.core.part import OptionError
+from manyheads.convert.stream import Layers
+from manyheads.core.part import OptionError, Site
 from manyheads.core.spec import Spec
+from manyheads.stack.pretrained import ManyheadsConfig
 
 SMALLEST_LATENT = 8
 """The smallest cache, in numbers a token and layer, that a latent is made for: one rotary pair and six channels."""
@@ -73,7 +75,7 @@ class Goal:
         """Whether each layer takes one of several moves, or a share of its own."""
         method = self.method
         own = "adjusted" in (getattr(method, "ranks", ""), getattr(method, "heads", ""))
-        return self.to in ("auto", "share") or getattr(method, "fold", 1) == 0 or own
+        return self.to in ("auto", "share", "retrieval") or getattr(method, "fold", 1) == 0 or own
 
     @property
     def rank(self) -> int:
@@ -147,7 +149,7 @@ def make_goal(text: str, to: str | Method, shape: Shape) -> Goal:
         raise BudgetError(f"a budget of {text} leaves nothing to shrink: the source caches {shape.floats} numbers")
     share = text.replace("%", "").strip() if "%" in text else f"{floats}f"
     name, how = f"{method.name}-{share}", "" if str(method) == kind else str(method)
-    if kind in ("dha", "tensorllm", "share"):
+    if kind in ("dha", "tensorllm", "retrieval", "share"):
         return Goal(name, kind, floats, 0, 0, how=how, owners=owners)
     if kind == "mfa":
         return Goal(name, kind, floats, 0, 0, shape.kv_heads * shape.qk_width * _stored(method), how)
@@ -181,6 +183,8 @@ def _smallest(method: Method, shape: Shape) -> int:
     """The smallest cache that a method can make."""
     if method.move == "share":
         return -(-shape.floats // shape.layers)
+    if method.move == "retrieval":
+        return 0
     if method.move in ("gqa", "dha"):
         return shape.head
     if method.move == "qkv-sharing":
@@ -229,6 +233,27 @@ def _turning(floats: int, shape: Shape, how: Latent) -> int:
     if how.keep == "uniform":
         pairs = heads * max(n for n in range(1, pairs // heads + 1) if width % n == 0)
     return pairs
+
+
+def shape_of(source: Layers | ManyheadsConfig) -> Shape:
+    """The shape that budgets are judged by, from the config alone; layers that cannot be converted are refused here."""
+    config = source if isinstance(source, ManyheadsConfig) else source.config
+    if config.base is None:
+        raise OptionError("conversions start from an adopted model; this one is our own decoder")
+    for index, shared in enumerate(zip(config.kv_source, config.attn_source, strict=True)):
+        if shared != (None, None):
+            raise OptionError(f"layer {index} reads from another layer; conversions start from layers of their own")
+    shapes, specs = [], []
+    for index, (line, heads) in enumerate(zip(config.specs, config.heads, strict=True)):
+        spec, site = Spec.parse(line), Site(index, len(config.specs))
+        project = spec.by_stage["project"]
+        if [part.name for part in project] != ["gqa"]:
+            raise OptionError(f"layer {index} is {spec}; conversions start from gqa")
+        _, _, layout = spec.resolve(site).layouts(config.hidden_size, heads, site)[0]
+        specs.append(spec)
+        width = config.hidden_size + ("qkv" in project[0].bias)  # type: ignore[attr-defined]
+        shapes.append(Shape(layout.kv, layout.qk_width, layout.v_width, width, len(config.specs)))
+    return check_uniform(specs, shapes)
 
 
 def check_uniform(specs: Sequence[Spec], shapes: Sequence[Shape]) -> Shape:

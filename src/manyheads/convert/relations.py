@@ -56,6 +56,16 @@ class Relations:
         if not self.pairs or not (math.isfinite(self.weight) and self.weight > 0):
             raise OptionError(f"relations: weight={self.weight} of {len(self.pairs)} pairs; both must be positive")
 
+    def layers(self, student: Any, teacher: Any) -> tuple[Attention, Attention]:
+        """The two layers of models of ours; raises an OptionError where there is none of that number."""
+        found: list[Attention] = []
+        for who, model, index in (("student", student, self.layer), ("teacher", teacher, self.of)):
+            layers = model.attentions
+            if not -len(layers) <= index < len(layers):
+                raise OptionError(f"relations: the {who} has {len(layers)} layers, none of number {index}")
+            found.append(layers[index])
+        return found[0], found[1]
+
     def check(self, student: Attention, teacher: Attention) -> None:
         """Raises an OptionError for widths that do not cut into so many relation heads, with numbers that would fit."""
         found = {name: widths(layer) for name, layer in (("student", student), ("teacher", teacher))}

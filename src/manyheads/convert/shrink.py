@@ -21,18 +21,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from manyheads.convert.heal import LayerwiseHeal
-from manyheads.convert.methods import Shared, Tensorised
+from manyheads.convert.methods import Retrieval, Shared, Tensorised
+from manyheads.convert.mohawk import Mohawk
 from manyheads.convert.moves.mla import choose
 from manyheads.convert.moves.of_goal import best, every_move, moves_of, shares
-from manyheads.convert.plan import Goal, Shape, check_uniform
+from manyheads.convert.plan import Goal
 from manyheads.convert.planner import become, check_plan, make_plan
 from manyheads.convert.resume import check_resume, write_text
 from manyheads.convert.share import check_shared, shrink_shared
 from manyheads.convert.stats import AttentionStats
 from manyheads.convert.stream import InMemory, Layers, OnDisk, attention_of, batches, layer_name, put_attention, run
-from manyheads.convert.survey import Calibration, Progress, save, stretched, survey, surveyed, turning_damage
+from manyheads.convert.survey import Calibration, Progress, look_up, save, stretched, survey, surveyed, turning_damage
 from manyheads.core.flow import Links
-from manyheads.core.part import OptionError, Site
+from manyheads.core.part import OptionError
 from manyheads.core.spec import Spec
 from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
@@ -45,27 +46,6 @@ class Damage:
     spec: str
     fitted: float
     healed: float
-
-
-def shape_of(source: Layers | ManyheadsConfig) -> Shape:
-    """The shape that budgets are judged by, from the config alone; layers that cannot be converted are refused here."""
-    config = source if isinstance(source, ManyheadsConfig) else source.config
-    if config.base is None:
-        raise OptionError("conversions start from an adopted model; this one is our own decoder")
-    for index, shared in enumerate(zip(config.kv_source, config.attn_source, strict=True)):
-        if shared != (None, None):
-            raise OptionError(f"layer {index} reads from another layer; conversions start from layers of their own")
-    shapes, specs = [], []
-    for index, (line, heads) in enumerate(zip(config.specs, config.heads, strict=True)):
-        spec, site = Spec.parse(line), Site(index, len(config.specs))
-        project = spec.by_stage["project"]
-        if [part.name for part in project] != ["gqa"]:
-            raise OptionError(f"layer {index} is {spec}; conversions start from gqa")
-        _, _, layout = spec.resolve(site).layouts(config.hidden_size, heads, site)[0]
-        specs.append(spec)
-        width = config.hidden_size + ("qkv" in project[0].bias)  # type: ignore[attr-defined]
-        shapes.append(Shape(layout.kv, layout.qk_width, layout.v_width, width, len(config.specs)))
-    return check_uniform(specs, shapes)
 
 
 def shrink(
@@ -102,12 +82,17 @@ def shrink(
     limit = min(stretch, getattr(layers.config.base, "max_position_embeddings", stretch))
     text = Calibration(tokens, stretched(len(tokens), tokens.shape[1], limit, heal.seed), bfloat16)
     refuse(layers.config, goals)
+    if any(goal.to == "retrieval" for goal in goals) and not isinstance(layers, InMemory):
+        raise OptionError("which heads retrieve is tried on the whole model; this one is read layer by layer")
     source = {"source": _digest(layers.embed(tokens)), "tokens": _digest(tokens)}
     check_resume(work, {**source, "heal": asdict(heal), "stretch": limit, **(options or {})})
     slots = torch.zeros(0)
     if any(goal.to != "share" for goal in goals):  # which fits nothing
         survey(layers, text, work / "survey", progress)
         slots = turning_damage(work / "survey", len(layers.config.specs))
+    for goal in goals:
+        if isinstance(goal.method, Retrieval) and isinstance(layers, InMemory):
+            look_up(layers, tokens, goal.method.pairs, work / "survey", heal.seed, progress)
     return [
         share(layers, tokens, goal, work, progress) if goal.to == "share"
         else convert(layers, text, goal, work, heal, slots, progress)
@@ -135,6 +120,8 @@ def refuse(config: ManyheadsConfig, goals: Sequence[Goal]) -> None:
         method, count = goal.method, len(config.specs)
         if isinstance(method, Tensorised) and method.layers and max(method.layers) >= count:
             raise OptionError(f"{method}: the model has {count} layers, 0 to {count - 1}")
+        if isinstance(method, Retrieval) and (method.heads or 0) >= sum(config.heads):
+            raise OptionError(f"{method}: the model has {sum(config.heads)} heads; fewer stay")
         moves = every_move(goal)
         for index, line in enumerate(config.specs):
             reasons = [why for move in moves if (why := move.refusal(Spec.parse(line))) is not None]
@@ -171,13 +158,18 @@ def convert(
             stats, felt = surveyed(work / "survey", index)
             problem = (given.x, stream - ours, stream, felt, text.positions)
             own = (given.x, given.y, stream, felt, text.positions)
-            fitted = fit(index, attention_of(layer, config), stats, own)
+            attention = attention_of(layer, config)
+            fitted = fit(index, attention, stats, own)
             put_attention(layer, config, fitted)
             if index in fit.readers:  # of rows that are given, nothing is healed
                 passed = run(layer, config, ours, text.positions, bfloat16=text.bfloat16, links=links)
                 before = after = _relative(passed.y, stream - ours)
             else:
-                before, after = heal.error(fitted, *problem), heal(fitted, *problem)
+                before = heal.error(fitted, *problem)
+                if fit.recurrent(index, attention):
+                    stages = Mohawk(heal.steps, heal.batch, seed=heal.seed, bfloat16=heal.bfloat16)
+                    stages(fitted, attention, fit.shares[index], seen.x, seen.y, text.positions)
+                after = heal(fitted, *problem)
                 passed = run(layer, config, ours, text.positions, record=False, bfloat16=text.bfloat16, links=links)
             for link in links:
                 link.rows = {owner: rows for owner, rows in link.rows.items() if owner in fit.readers.values()}
@@ -209,6 +201,22 @@ class Fitting:
             return become(self.plan.options[index], attention, stats, choose(self.damage, self.goal.turning))
         moves = moves_of(self.goal, attention, stats, self.damage, self.shares[index])
         return best(moves, attention, stats, self.heal, own)
+
+    def recurrent(self, index: int, attention: SeamAttention) -> bool:
+        """Whether heads of a layer have become recurrent, which has stages of its own before it heals."""
+        return self.goal.to == "retrieval" and len(self.shares[index]) < attention.heads
+
+    def heads(self, config: ManyheadsConfig) -> list[int]:
+        """How many attention heads each layer has."""
+        if self.goal.to != "retrieval":
+            return config.heads
+        return [len(kept) or every for kept, every in zip(self.shares, config.heads, strict=True)]
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the config remembers of the choice."""
+        kept = {"kept": [[*each] for each in self.shares]} if self.goal.to == "retrieval" else {}
+        return kept | ({} if self.plan is None else {"plan": asdict(self.plan)})
 
 
 def _relative(y: Tensor, target: Tensor) -> float:
@@ -273,12 +281,13 @@ def _finish(layers: Layers, goal: Goal, folder: Path, damage: list[Damage], fit:
     config = ManyheadsConfig(
         base=layers.config.base,
         specs=[entry.spec for entry in damage],
+        heads=fit.heads(layers.config),
         attention_path=layers.config.attention_path,
         kv_source=[fit.readers.get(layer) for layer in range(len(damage))],
         notes={
             "goal": asdict(goal),
             "damage": [asdict(entry) for entry in damage],
-            **({} if fit.plan is None else {"plan": asdict(fit.plan)}),
+            **fit.notes,
         },
         architectures=["ManyheadsForCausalLM"],
     )

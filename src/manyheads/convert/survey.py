@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from manyheads.convert.adopt import family_of
 from manyheads.convert.moves.gauge import gauge
-from manyheads.convert.resume import whole_file
+from manyheads.convert.probe import Answered, Importance, Lookups, retrieval_importance
+from manyheads.convert.resume import whole_file, write_text
 from manyheads.convert.stats import AttentionStats, measure, power, sensitivity
 from manyheads.convert.stream import InMemory, Layers, attention_of, run
 
@@ -93,6 +96,22 @@ def surveyed(folder: Path, index: int) -> tuple[AttentionStats, Tensor | None]:
     """What the survey knows of a layer: its statistics, and the loss's metric at its output."""
     file = load_file(folder / f"{index}.safetensors")
     return AttentionStats(*(file[name] for name in AttentionStats._fields)), file.get("felt")
+
+
+def look_up(layers: InMemory, tokens: Tensor, pairs: int, folder: Path, seed: int, progress: Progress) -> None:
+    """Measure what each head is worth to look-ups among tokens of the text; a file beside those of the layers."""
+    file = folder / f"lookups-{pairs}.json"
+    if not file.exists():
+        limit = getattr(layers.config.base, "max_position_embeddings", None) or 2 * pairs + 1
+        lookups = Lookups.draw(tokens, min(pairs, len(tokens.unique()) // 2, (limit - 1) // 2), seed=seed)
+        found = retrieval_importance(layers.model, lookups, lambda *step: progress("probe", *step))
+        write_text(json.dumps(asdict(found)), file)
+
+
+def looked_up(folder: Path, pairs: int) -> Importance:
+    """What `look_up` has found."""
+    found = json.loads((folder / f"lookups-{pairs}.json").read_text())
+    return Importance(Answered(*found["whole"]), found["accuracy"], found["log_probability"])
 
 
 def turning_damage(folder: Path, count: int) -> Tensor:

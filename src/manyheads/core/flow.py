@@ -46,7 +46,8 @@ class Links:
     read in this pass instead (none: their own); `weigh` has, by layer, how a layer's attention weights weigh values
     `[B, G, S, V]` of another, to head outputs; `handed` what select parts hand to later layers, by layer;
     `aux` the auxiliary losses by name; `memo` what is computed once a pass; `residual` the stream before the norm of
-    the layer that runs now, where a block hands it on; `lse`, where a caller gives a dictionary for it, the log-sum-exp
+    the layer that runs now, where a block hands it on; `types` the kind of each new token, int `[B or 1, T]` (None: all
+    are of kind 0); `lse`, where a caller gives a dictionary for it, the log-sum-exp
     `[B, H, T]` of sequences' own rows and of each run that they share, by layer. The stack (or the caller of a lone
     layer) owns it; no cache and no module ever does.
     """
@@ -58,6 +59,7 @@ class Links:
     aux: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
     residual: Tensor | None = None
+    types: Tensor | None = None
     lse: dict[int, list[Tensor]] | None = None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from manyheads.convert.heal import LayerwiseHeal
-from manyheads.convert.methods import Decoupled, Latent, Merge, Tensorised, Tied, Wide
+from manyheads.convert.methods import Decoupled, Latent, Merge, Retrieval, Tensorised, Tied, Wide
 from manyheads.convert.moves.common import Move
 from manyheads.convert.moves.dha import ToDHA, allot, trees_of
 from manyheads.convert.moves.gqa import ToGQA
@@ -18,11 +18,14 @@ from manyheads.convert.moves.low_rank import allocate
 from manyheads.convert.moves.mfa import ToMFA
 from manyheads.convert.moves.mla import ToMLA, choose, chosen
 from manyheads.convert.moves.qkv_sharing import ToTied
+from manyheads.convert.moves.retrieval import ToRetrieval
 from manyheads.convert.moves.tensorllm import ToTensor
-from manyheads.convert.plan import Goal
+from manyheads.convert.plan import Goal, shape_of
+from manyheads.convert.probe import keep_heads
 from manyheads.convert.stats import AttentionStats, Pairs
 from manyheads.convert.stream import Layers, attention_of
-from manyheads.convert.survey import surveyed
+from manyheads.convert.survey import looked_up, surveyed
+from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
 
 
@@ -90,15 +93,33 @@ def _others(goal: Goal, attention: SeamAttention | None = None, share: tuple[int
     if isinstance(method, Tensorised):
         ranks = None if method.ranks is None else (method.ranks[0], method.ranks[1], method.ranks[2])
         return [ToTensor(ranks, method.layers, method.sweeps)]
+    if isinstance(method, Retrieval):
+        return [ToRetrieval(share, method.state)]
     return []
 
 
 def shares(layers: Layers, goal: Goal, survey: Path, damage: Tensor) -> list[tuple[int, ...]]:
-    """Each layer's share of a budget that a method spends by layer (ranks, heads of either kind); else none."""
+    """Each layer's share of a budget that a method spends by layer (ranks, heads of either kind, which heads)."""
     method = goal.method
+    if isinstance(method, Retrieval):
+        return kept_heads(layers.config, goal, survey)
     if isinstance(method, Decoupled) and method.heads == "adjusted":
         return adjusted_heads(layers, goal, survey)
     return adjusted_ranks(layers, goal, survey, damage)
+
+
+def kept_heads(config: ManyheadsConfig, goal: Goal, survey: Path) -> list[tuple[int, ...]]:
+    """The attention heads that each layer keeps: the most important to look-ups that fit the budget."""
+    method, shape = goal.method, shape_of(config)
+    assert isinstance(method, Retrieval)
+    importance = looked_up(survey, method.pairs)
+    ranking = importance.ranking()
+    if method.threshold is not None:
+        ranking = [at for at in ranking if importance.accuracy[at[0]][at[1]] >= method.threshold]
+    count = len(config.specs)
+    return keep_heads(
+        ranking, config.heads, [shape.kv_heads] * count, goal.floats * count / shape.head, most=method.heads
+    )
 
 
 def adjusted_heads(layers: Layers, goal: Goal, survey: Path) -> list[tuple[int, ...]]:
