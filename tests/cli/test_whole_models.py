@@ -78,6 +78,22 @@ def test_share_stores_heads_once(tiny, tmp_path):
     assert "share=2 of the heads" in refused("share", tiny, "--share", "2", "--out", tmp_path / "no")
 
 
+def test_share_combines_matrices(tiny, tmp_path):
+    line = ["--method", "masa", "--share", "0.5", "--groups", "2", "--rank", "2"]
+    ran = run("share", tiny, *line, "--out", tmp_path / "shared", "--json")
+    assert ran.code == 0 and len(ran.json["groups"]) == 2 and ran.json["groups"][0] == 0, ran
+    assert ran.json["after"] < ran.json["before"]
+    assert max(map(len, ran.out.split("; ")[0].splitlines())) <= 80 and "layers of 2 matrices a type" in ran.out
+    assert run("export", tmp_path / "shared", "--format", "family", "--out", tmp_path / "plain").code == 0
+    torch.testing.assert_close(logits(tmp_path / "plain"), logits(tmp_path / "shared"), atol=1e-3, rtol=1e-3)
+    said = refused("share", tiny, "--method", "masa", "--share", "1", "--out", tmp_path / "no")
+    assert "share=1 of the matrices; from 0 to less than 1" in said
+    assert "groups=9 of" in refused("share", tiny, "--method", "masa", "--groups", "9", "--out", tmp_path / "no")
+    assert run("share", tiny, "--method", "masa", "--of", "q", "--out", tmp_path / "no").code == 2
+    assert run("share", tiny, "--groups", "2", "--out", tmp_path / "no").code == 2
+    assert not (tmp_path / "no").exists()
+
+
 def test_merge_makes_a_trunk_and_says_which_tensor_does_not_fit(tiny, tmp_path):
     ran = run("merge", tiny, tiny, "--until", "2", *TEXT, "--out", tmp_path / "both", "--json")
     assert ran.code == 0, ran

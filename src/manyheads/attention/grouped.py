@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
-from manyheads.core.part import Heads, Project, Site
+from manyheads.core.part import Heads, OptionError, Project, Site
 
 Biases = Literal["none", "qkv", "qkvo", "o"]
 """Which projections have a bias."""
@@ -45,6 +45,16 @@ class GQAProject(Project):
     def write(self, flow: Flow) -> dict[str, Tensor]:
         rows = {name: self.get_submodule(f"{name}_proj")(flow.source) for name in self.entries}
         return {name: row.unflatten(-1, (self.entries[name].heads, -1)).transpose(1, 2) for name, row in rows.items()}
+
+
+def grouped_layout(name: str, heads: Heads, kv_heads: int | None, head_dim: int | None, scale: float | None) -> Heads:
+    """Heads of one width for queries, keys and values, key heads that divide the query heads."""
+    width, kv = heads.head_width(name, head_dim), heads.q if kv_heads is None else kv_heads
+    if kv < 1 or heads.q % kv:
+        fits = [n for n in range(1, heads.q + 1) if heads.q % n == 0]
+        raise OptionError(f"{name}: kv_heads={kv} of {heads.q} query heads; kv_heads may be {fits}")
+    scale = width**-0.5 if scale is None else scale
+    return Heads(heads.dim, heads.q, kv, width, width, heads.q, width, scale, slice(0, width))
 
 
 def grouped_cost(after: Heads, site: Site, bias: Biases, queries: int | None = None) -> Cost:

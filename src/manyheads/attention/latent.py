@@ -13,6 +13,7 @@ from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
 from manyheads.core.mask import Axis
+from manyheads.core.packing import Packing
 from manyheads.core.part import Heads, OptionError, Project, Site
 
 
@@ -47,7 +48,7 @@ class LatentProject(Project):
     def __init__(
         self, heads: Heads, site: Site, *, rank: int, nope: int, rope: int, q_rank: int = 0, eps: float = 1e-6,
         norm: Literal["none", "rms", "layer"] = "rms", sqrt_scale: bool = False, bias: bool = False,
-        out_bias: bool = False, views: tuple[str, ...] = ("expanded", "absorbed"),
+        out_bias: bool = False, views: tuple[str, ...] = ("expanded", "absorbed"), packing: Packing | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.rank, self.nope, self.rope, self.v = heads.q, rank, nope, rope, heads.v_width
@@ -72,7 +73,7 @@ class LatentProject(Project):
         if site.kv_source is None:
             self.kv_a_proj = nn.Linear(source, rank + rope, bias=bias)
             self.kv_a_norm = make_norm(rank) if norm != "none" else None
-            self.entries = {"latent": Entry(1, rank + rope)}
+            self.entries = {"latent": Entry(1, rank + rope, packing=packing)}
         self.kv_b_proj = nn.Linear(rank, heads.q * (nope + self.v), bias=False)
         self.o_proj = nn.Linear(heads.out * heads.out_width, heads.dim, bias=out_bias)
 
@@ -158,8 +159,9 @@ def latent_widths(
 
 
 def latent_cost(
-    widths: tuple[int, int, int, int], after: Heads, site: Site, q_rank: int, gains: int, bias: bool, out_bias: bool
-) -> Cost:
+    widths: tuple[int, int, int, int], after: Heads, site: Site, q_rank: int, gains: int, bias: bool, out_bias: bool,
+    packing: Packing | None = None,
+) -> Cost:  # fmt: skip
     """Cost of a latent projection; `gains` is the number of trained vectors in each of its norms."""
     rank, nope, rope, v = widths
     own, dim, source = site.kv_source is None, after.dim, site.context_dim or after.dim
@@ -170,4 +172,5 @@ def latent_cost(
     extra += bias * ((q_rank or q) + (rank + rope if own else 0))
     pair = 2 * after.q * (2 * rank + rope)
     cached = Fraction(rank + rope if own else 0)
-    return Cost(weights + extra, cached, 0, 2 * weights, pair, windows(after.keep, cached))
+    packed = ((after.keep, cached, packing.bytes),) if packing is not None and own else ()
+    return Cost(weights + extra, cached, 0, 2 * weights, pair, windows(after.keep, cached), packed=packed)

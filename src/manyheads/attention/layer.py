@@ -300,7 +300,7 @@ class Attention(nn.Module):
 
     def _store(self, rows: dict[str, Tensor], flow: Flow, cache: transformers.Cache | None) -> Rows:
         if cache is None:
-            return Rows(rows, flow.new)
+            return Rows({name: self.entries[name].read(row) for name, row in rows.items()}, flow.new)
         if isinstance(cache, Cache):
             if self.site.cross:
                 store = cache.site(self.site.layer)

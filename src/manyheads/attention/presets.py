@@ -185,6 +185,38 @@ class MEA:
 
 @register_preset
 @dataclass(frozen=True)
+class CLLA:
+    """Cross-layer latent attention: `mla` whose latents are cached in 4 bits, for layers that share them.
+
+    c = RMSNorm(x W_DKV), ĉ = s · round(c / s) with s = max|c| / 7 a token, k_h = [W_UK^h ĉ ; k_r], v_h = W_UV^h ĉ.
+    A stack of `clla` with `kv_source="cla(2)"` has one latent for two layers, each with queries, W_UK, W_UV and W_O of
+    its own. A token takes bits·rank/8 + 2·rank/block + rope_bits·rope_dim/8 (+ 2 for that scale) bytes in a layer that
+    has latents: below 2 % of 16-bit multi-head attention with 512 + 64 numbers in place of 4096.
+
+    Options: rank, rope_dim, nope_dim, bits, rope_bits, block: see `mla`.
+
+    The paper's equations were not seen: that the latent is what layers share, that quantisation is symmetric and is
+    trained in, and all sizes are assumed.
+
+    Source: arXiv 2410.15252.
+    """
+
+    name: ClassVar[str] = "clla"
+    paper: ClassVar[str] = "arXiv 2410.15252"
+
+    rank: int | None = None
+    rope_dim: int | None = None
+    nope_dim: int | None = None
+    bits: int = 4
+    rope_bits: int = 8
+    block: int | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        return (find("mla")(**asdict(self)),)
+
+
+@register_preset
+@dataclass(frozen=True)
 class LinearAttention:
     """Linear attention with a feature map: `features` and `linear`.
 

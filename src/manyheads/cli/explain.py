@@ -34,9 +34,10 @@ def explain(
     floats = sum(kind["cache_floats"] * len(kind["layers"]) for kind in described)
     for kind in described:
         _show(kind)
+    size = sum(kind["cache_bytes"] * len(kind["layers"]) for kind in described)
     if sum(len(kind["layers"]) for kind in described) > 1:
-        typer.echo(f"in all: {floats:g} numbers cached a token ({4 * floats:g} bytes in float32)")
-    finish({"model": name, "cache_floats": floats, "cache_bytes": 4 * floats, "kinds": described}, as_json)
+        typer.echo(f"in all: {floats:g} numbers cached a token ({size:g} bytes in float32)")
+    finish({"model": name, "cache_floats": floats, "cache_bytes": size, "kinds": described}, as_json)
 
 
 def _is_spec(name: str) -> bool:
@@ -89,7 +90,7 @@ def _describe(
     plans = [(count, layer.explain(count)) for count in passes]
     return {
         "layers": layers, "spec": str(layer.spec), "dim": dim, "heads": heads, "parameters": cost.parameters,
-        "cache_floats": float(cost.cache_floats), "cache_bytes": 4 * float(cost.cache_floats),
+        "cache_floats": float(cost.cache_floats), "cache_bytes": cost.token_bytes(4),
         "state_floats": cost.state_floats,
         "windows": [{"tokens": kept, "floats": float(floats)} for kept, floats in cost.windows],
         "passes": [

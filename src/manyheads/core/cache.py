@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from manyheads.core.check import check_whole
 from manyheads.core.flow import Rows
 from manyheads.core.mask import Axis
+from manyheads.core.packing import Packing
 
 
 class Entry(NamedTuple):
@@ -26,7 +27,8 @@ class Entry(NamedTuple):
 
     role: which transforms touch it when written ("k", "v", or None for rows that are neither yet). stride: tokens that
     share one slot, the last of them being what the slot holds. keep: how many of the newest rows later queries can
-    still see (None: all; 0: none, and the row is not stored); `first` of these are the first rows instead.
+    still see (None: all; 0: none, and the row is not stored); `first` of these are the first rows instead. packing:
+    how rows are stored, if not as they are; they are read as they come back, in the pass that makes them too.
     """
 
     heads: int
@@ -36,6 +38,11 @@ class Entry(NamedTuple):
     keep: int | None = None
     dtype: torch.dtype | None = None
     first: int = 0
+    packing: Packing | None = None
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Rows as a pass reads them that has no cache."""
+        return rows if self.packing is None else self.packing.through(rows)
 
 
 class State(NamedTuple):
@@ -58,20 +65,33 @@ class Growing:
     """A tensor that grows along its token dimension (2) in place, so that a decode step copies one row.
 
     With `keep`, rows nobody can see any more are dropped, and their storage is used again. The first rows of all can be
-    `pinned`: they stay, and what is lost is lost behind them.
+    `pinned`: they stay, and what is lost is lost behind them. With a `packing` the tensor has bytes, and whoever reads
+    rows gets what these stand for.
     """
 
-    def __init__(self, keep: int | None = None) -> None:
+    def __init__(self, keep: int | None = None, packing: Packing | None = None) -> None:
         self.buffer: Tensor | None = None
         self.first = self.end = 0  # the rows that can be seen; older ones from row 0 on are still there
         self.lost = 0  # rows that are not
         self.keep = keep
         self.pinned = 0
+        self.packing, self.dtype = packing, torch.float32  # the dtype of rows, where they are packed
 
     def rows(self) -> Tensor:
         """What can be seen. Behind pinned rows there may be some that no query sees: a mask says which."""
+        return self._held() if self.packing is None else self.packing.unpack(self._held(), self.dtype)
+
+    def _held(self) -> Tensor:
+        """The same as it is stored."""
         assert self.buffer is not None
         return self.buffer[:, :, 0 if self.pinned else self.first : self.end]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch, heads and width of rows."""
+        assert self.buffer is not None
+        width = self.buffer.shape[3] if self.packing is None else sum(cut.width for cut in self.packing.cuts)
+        return self.buffer.shape[0], self.buffer.shape[1], width
 
     def kept(self) -> list[Tensor]:
         """What can be seen, without the rest."""
@@ -85,16 +105,20 @@ class Growing:
             self.keep = None  # they are not the first ones of what is here: nothing more is dropped
         elif pinned > self.pinned:
             self.pinned = pinned
+        given, new = new, new if self.packing is None else self.packing.pack(new)
         if new.requires_grad or (self.buffer is not None and self.buffer.requires_grad):
             start = 0 if self.pinned else self.first
-            self.buffer = new if self.buffer is None else torch.cat([self.rows(), new], 2)
+            self.buffer = new if self.buffer is None else torch.cat([self._held(), new], 2)
             self.lost, self.first, self.end = self.lost + start, self.first - start, self.buffer.shape[2]
         else:
             self._reserve(new)
             assert self.buffer is not None
             self.buffer[:, :, self.end : self.end + new.shape[2]] = new
             self.end += new.shape[2]
+        self.dtype = given.dtype
         seen = self.rows()
+        if self.packing is not None and given.requires_grad:  # of what is packed only this pass has a gradient
+            seen = torch.cat([seen[:, :, : -given.shape[2]], self.packing.through(given)], 2)
         if self.keep is not None:
             self.first = max(self.first, self.end - self.keep)
         return seen
@@ -148,7 +172,7 @@ class Growing:
     def forget(self, left: int) -> None:
         """Free all but the newest `left` rows."""
         if self.buffer is not None:
-            self.buffer = self.rows()[:, :, -left:].clone() if left else self.rows()[:, :, :0].clone()
+            self.buffer = self._held()[:, :, -left:].clone() if left else self._held()[:, :, :0].clone()
             self.lost, self.first, self.end = 0, 0, self.buffer.shape[2]
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -265,7 +289,7 @@ class SiteStore(CacheLayerMixin):
                 tensors[name], keys = seen[""], seen.axis
             else:
                 newest = None if entry.keep is None else entry.keep - entry.first
-                growing = self.growing.setdefault(name, Growing(newest))
+                growing = self.growing.setdefault(name, Growing(newest, entry.packing))
                 tensors[name] = growing.append(new, _reach(log, entry.first))
                 keys = axis_left(log, growing.pinned, log.length - tensors[name].shape[2])
         self.length += axis.length
@@ -274,12 +298,15 @@ class SiteStore(CacheLayerMixin):
 
     def _check(self, rows: Mapping[str, Tensor]) -> None:
         """Rows of another layer, or of other sequences, do not belong behind those that are here."""
-        held = {name: growing.buffer for name, growing in self.growing.items() if growing.buffer is not None}
-        held |= {name: slots.buffers["rows"] for name, slots in self.slots.items() if slots.buffers}
+        held = {name: growing.shape for name, growing in self.growing.items() if growing.buffer is not None}
+        for name, slots in self.slots.items():
+            if slots.buffers:
+                batch, heads, _, width = slots.buffers["rows"].shape
+                held[name] = batch, heads, width
         if held and held.keys() != rows.keys():
             raise ValueError(f"the cache holds rows {', '.join(held)} here; this layer writes {', '.join(rows)}")
-        for name, old in held.items():
-            (batch, heads, _, width), (b, h, _, w) = old.shape, rows[name].shape
+        for name, (batch, heads, width) in held.items():
+            b, h, _, w = rows[name].shape
             if batch != b:
                 raise ValueError(f"the cache holds a batch of {batch}; this pass has {b} sequences")
             if (heads, width) != (h, w):
@@ -626,10 +653,11 @@ def write_stock(
     Two entries of as many heads go in as they are; others are packed flat, `[B, 1, S, Σ heads·width]`, and cut in two.
     """
     for name, entry in entries.items():
-        if entry.stride > 1 or entry.dtype is not None:
+        if entry.stride > 1 or entry.dtype is not None or entry.packing is not None:
+            how = f"stride {entry.stride}, dtype {entry.dtype}" if entry.packing is None else str(entry.packing)
             raise ValueError(
-                f"the entry {name!r} (stride {entry.stride}, dtype {entry.dtype}) does not fit a "
-                f"{type(cache).__name__}, which stores one row a token in one dtype; use manyheads.Cache"
+                f"the entry {name!r} ({how}) does not fit a {type(cache).__name__}, which stores one row a token in "
+                "one dtype; use manyheads.Cache"
             )
     if len(rows) == 2 and len({row.shape[1] for row in rows.values()}) == 1:
         (a, first), (b, second) = rows.items()

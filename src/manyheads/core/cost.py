@@ -15,7 +15,8 @@ class Cost(NamedTuple):
     `floats` of the numbers cached for each token are held for the newest `kept` tokens only. shared: (name, numbers) of
     those parameters that a stack owns (`Site.share`); a sum counts each name once. idle: of the others, those that a
     token does not use, since it goes to other experts. used: (name, numbers) that it uses of what is shared, at each
-    place where that is not all.
+    place where that is not all. packed: (kept, floats, bytes) where `floats` of the numbers cached for each token take
+    so many bytes, whatever the dtype of others, and the newest `kept` tokens (None: all) have them.
     """
 
     parameters: int = 0
@@ -27,6 +28,7 @@ class Cost(NamedTuple):
     shared: tuple[tuple[str, int], ...] = ()
     idle: int = 0
     used: tuple[tuple[str, int], ...] = ()
+    packed: tuple[tuple[int | None, Fraction, int], ...] = ()
 
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
         twice = sum(numbers for _, numbers in {*self.shared} & {*other.shared})
@@ -40,6 +42,7 @@ class Cost(NamedTuple):
             tuple(dict.fromkeys(self.shared + other.shared)),
             self.idle + other.idle,
             self.used + other.used,
+            self.packed + other.packed,
         )
 
     @property
@@ -55,7 +58,8 @@ class Cost(NamedTuple):
         """The same without rows that nobody keeps."""
         never = sum(floats for kept, floats in self.windows if not kept)
         lasting = tuple(window for window in self.windows if window[0])
-        return self._replace(cache_floats=self.cache_floats - never, windows=lasting)
+        packed = tuple(each for each in self.packed if each[0] != 0)
+        return self._replace(cache_floats=self.cache_floats - never, windows=lasting, packed=packed)
 
     def again(self) -> Cost:
         """Of another run with the same parameters."""
@@ -64,7 +68,14 @@ class Cost(NamedTuple):
     def cache_bytes(self, tokens: int, itemsize: int = 4) -> int:
         """Bytes of the cache after `tokens` tokens of one sequence."""
         dropped = sum(floats * max(0, tokens - kept) for kept, floats in self.windows)
-        return (int(self.cache_floats * tokens - dropped) + self.state_floats) * itemsize
+        plain = (int(self.cache_floats * tokens - dropped) + self.state_floats) * itemsize
+        held = ((tokens if kept is None else min(tokens, kept), floats, size) for kept, floats, size in self.packed)
+        return plain + sum(count * (size - int(floats) * itemsize) for count, floats, size in held)
+
+    def token_bytes(self, itemsize: int = 4) -> float:
+        """Bytes that a token adds to the cache, as long as nothing is forgotten."""
+        saved = sum(floats * itemsize - size for _, floats, size in self.packed)
+        return float(self.cache_floats * itemsize - saved)
 
 
 def windows(kept: int | None, floats: Fraction) -> tuple[tuple[int, Fraction], ...]:

@@ -62,8 +62,8 @@ class OwnBody(PreTrainedModel):
             config.vocab_size, config.specs, config.hidden_size, config.heads, config.num_hidden_layers,
             ffn=config.ffn, hidden=config.intermediate_size, kv_source=config.kv_source,
             attn_source=config.attn_source, residual=config.residual, loops=config.loops,
-            max_len=config.max_position_embeddings, tied=config.tie_word_embeddings, eps=config.rms_norm_eps,
-            dropout=config.attention_dropout, std=config.initializer_range,
+            looped=config.looped, max_len=config.max_position_embeddings, tied=config.tie_word_embeddings,
+            eps=config.rms_norm_eps, dropout=config.attention_dropout, std=config.initializer_range,
         )  # fmt: skip
         mark_started(self.decoder)
         self.post_init()
@@ -110,7 +110,9 @@ class OwnBody(PreTrainedModel):
         told = cache is None or isinstance(cache, Cache)  # the axes of rows and queries say it all
         if told and (attention_mask is None or attention_mask.ndim == 2):
             mask = None
-        hidden = self.decoder.hidden(embeds=x, positions=axis, mask=mask, cache=cache, links=links)
+        few = isinstance(logits_to_keep, int) and logits_to_keep > 0 and not kwargs.get("output_hidden_states")
+        newest = logits_to_keep if few and not self.config.output_hidden_states else None
+        hidden = self.decoder.hidden(embeds=x, positions=axis, mask=mask, cache=cache, links=links, newest=newest)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.head(hidden[:, kept])
         loss = None

@@ -24,6 +24,7 @@ OWN: dict[str, Any] = {
     "ffn": "swiglu",
     "residual": "sum",
     "loops": 1,
+    "looped": None,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "attention_dropout": 0.0,
@@ -40,7 +41,7 @@ class ManyheadsConfig(PreTrainedConfig):
 
     Args:
         base: config of the family whose model surrounds the attention layers; None for our own decoder.
-        specs: a spec line for all layers, or one a layer (or, with `loops`, one for each layer of each loop).
+        specs: a spec line for all layers, or one a layer (or, with `loops`, one for each turn of each layer).
         heads: query heads, one count or one a layer (default: the model's), or a schedule such as `step(3, 6)`, which
             is kept as a list.
         kv_source: for each layer, None, or the earlier layer whose cached rows it reads; or a map (`stack.maps`), which
@@ -90,14 +91,18 @@ class ManyheadsConfig(PreTrainedConfig):
         layers = self.num_hidden_layers
         what, counts = ("num_attention_heads", self.num_attention_heads) if heads is None else ("heads", heads)
         self.heads = head_counts(counts, self.hidden_size, layers, what)
-        turns = Turns.of(specs, self.heads, kv_source, attn_source, self.loops if base is None else 1)
-        turns.check(self.hidden_size, layers, max_len=self.max_position_embeddings if base is None else None)
-        self.kv_source, self.attn_source = turns.kv_source[:layers], turns.attn_source[:layers]
+        loops, looped = (self.loops, self.looped) if base is None else (1, None)
+        turns = Turns.of(specs, self.heads, kv_source, attn_source, loops, looped)
+        turns.check(self.hidden_size, max_len=self.max_position_embeddings if base is None else None)
+        self.kv_source, self.attn_source = (
+            turns.given(turns.once(sources)) for sources in (turns.kv_source, turns.attn_source)
+        )
         lines = [str(spec) for spec in turns.specs]
-        self.specs = lines[:layers] if lines == lines[:layers] * (len(lines) // layers) else lines
+        once = turns.once(lines)
+        self.specs = once if lines == [once[block] for block in turns.blocks] else lines
         if base is None:
             residual = read_residual(self.residual)
-            residual.check(self.hidden_size, layers * self.loops)
+            residual.check(self.hidden_size, len(turns.blocks))
             self.residual = printed(residual)
         self.attention_path = attention_path or (
             "decoder.stack.blocks.{}.attention" if base is None else "model.layers.{}.self_attn"
@@ -110,8 +115,8 @@ class ManyheadsConfig(PreTrainedConfig):
     @property
     def turns(self) -> Turns:
         """Spec, heads and source of every layer, in the order they run."""
-        loops = self.loops if self.base is None else 1
-        return Turns.of(self.specs, self.heads, self.kv_source, self.attn_source, loops)
+        loops, looped = (self.loops, self.looped) if self.base is None else (1, None)
+        return Turns.of(self.specs, self.heads, self.kv_source, self.attn_source, loops, looped)
 
     @staticmethod
     def _agree(base: PreTrainedConfig, given: dict[str, Any]) -> None:

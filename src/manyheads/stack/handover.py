@@ -161,6 +161,8 @@ def _compare(sender: Attention, receiver: Attention) -> None:
             raise ValueError(f"no rows go {where}, for layer {layer.site.layer} reads those of another layer")
         if any(entry.keep is not None for entry in layer.entries.values()):
             raise ValueError(f"no rows go {where}, for {layer.spec} forgets old rows")
+        if any(entry.packing is not None for entry in layer.entries.values()):
+            raise ValueError(f"no rows go {where}, for {layer.spec} packs its rows, which turn no more")
     forms = [{name: (e.heads, e.width) for name, e in layer.entries.items()} for layer in (sender, receiver)]
     if forms[0] != forms[1]:
         one, other = (", ".join(f"{h} x {w} {name}" for name, (h, w) in form.items()) for form in forms)

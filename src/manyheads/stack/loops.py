@@ -1,13 +1,14 @@
 """A stack that runs its blocks several times: what each turn of a layer is, and how the turns have one set of weights.
 
-The layers of loop k are numbered on: layer l is k·L + l there. So each turn has rows of its own in the cache, and a
-layer that reads another's rows reads those of its own loop.
+The layers of loop k are numbered on: of L looped layers, layer l is k·L + l there. So each turn has rows of its own in
+the cache, and a layer that reads another's rows reads those of its own loop. Layers behind the looped ones run once,
+are numbered behind all turns of these, and read the rows of their last loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -20,47 +21,79 @@ from manyheads.stack.bank import Bank, shapes
 from manyheads.stack.maps import Map, sources_of, specs_of
 from manyheads.stack.sources import check_layers, per_layer, sites
 
+T = TypeVar("T")
+
 
 class Turns(NamedTuple):
-    """What every layer of every loop is, in the order they run."""
+    """What every layer of every loop is, in the order they run; blocks: the layer whose turn it is, by number."""
 
     specs: list[str | Spec]
     heads: list[int]
     kv_source: list[int | None]
     attn_source: list[int | None]
+    blocks: list[int]
 
     @classmethod
     def of(
-        cls, specs: str | Spec | Sequence[str | Spec], heads: list[int], kv_source: Map, attn_source: Map, loops: int
-    ) -> Turns:
-        """From heads and sources of one loop, and specs: one, one a layer, or one for each layer of each loop."""
-        check_whole(loops=loops)
+        cls, specs: str | Spec | Sequence[str | Spec], heads: list[int], kv_source: Map, attn_source: Map, loops: int,
+        looped: int | None = None,
+    ) -> Turns:  # fmt: skip
+        """From heads and sources of one loop, and specs: one, one a layer, or one for each turn of each layer.
+
+        looped: how many layers are in the loops, the first ones (None: all).
+        """
         layers = len(heads)
-        if isinstance(specs, str) or not isinstance(specs, Sequence) or len(specs) != layers * loops:
-            specs = per_layer(specs, layers, "specs") * loops
-        firsts = range(0, layers * loops, layers)
-        lines = [line for first in firsts for line in specs_of(kv_source, specs[first : first + layers])]
+        looped = layers if looped is None else looped
+        check_whole(loops=loops, looped=looped)
+        if looped > layers:
+            raise OptionError(f"looped={looped} of {layers} layers; 1 to {layers}")
+        firsts, blocks = range(0, looped * loops, looped), [*range(looped)] * loops + [*range(looped, layers)]
+        if isinstance(specs, str) or not isinstance(specs, Sequence) or len(specs) != len(blocks):
+            once = per_layer(specs, layers, "specs")
+            specs = [once[block] for block in blocks]
+        once, lines = [], []
+        for first in firsts:
+            once = specs_of(kv_source, [*specs[first : first + looped], *specs[looped * loops :]])
+            lines += once[:looped]
+        lines += once[looped:]
         sources = {"kv_source": sources_of(kv_source, layers), "attn_source": sources_of(attn_source, layers)}
         for name, given in sources.items():
             for at in given:
                 if at is not None:
                     check_whole(0, **{name: at})
+        shifts = [first for first in firsts for _ in range(looped)] + [firsts[-1]] * (layers - looped)
         rows, weights = (
-            [None if at is None else at + first for first in firsts for at in given] for given in sources.values()
+            [None if (at := given[block]) is None else at + shift for block, shift in zip(blocks, shifts, strict=True)]
+            for given in sources.values()
         )
-        return cls(lines, heads * loops, rows, weights)
+        return cls(lines, [heads[block] for block in blocks], rows, weights, blocks)
 
-    def check(self, dim: int, layers: int, causal: bool = True, max_len: int | None = None) -> None:
+    @property
+    def loops(self) -> list[int]:
+        """Which turn of its layer each is."""
+        return [self.blocks[:at].count(block) for at, block in enumerate(self.blocks)]
+
+    def once(self, values: Sequence[T]) -> list[T]:
+        """Of what each turn has, what the first of each layer has."""
+        return [value for value, loop in zip(values, self.loops, strict=True) if loop == 0]
+
+    def given(self, sources: Sequence[int | None]) -> list[int | None]:
+        """Sources of the first turns as those of layers."""
+        return [None if at is None else self.blocks[at] for at in sources]
+
+    def check(self, dim: int, causal: bool = True, max_len: int | None = None) -> None:
         """As `check_layers`; later turns of a layer must also do with the weights of its first."""
         check_layers(self.specs, dim, self.heads, self.kv_source, self.attn_source, causal, max_len)
-        if len(self.specs) == layers:
+        if not any(self.loops):
             return
         with torch.device("meta"):
             where = sites(self.kv_source, self.attn_source, causal, max_len=max_len)
             places = zip(self.specs, self.heads, where, strict=True)
             every = [Attention(line, dim, heads, site=site) for line, heads, site in places]
-        for layer in every[layers:]:
-            agree(layer, every[layer.site.layer % layers])
+        firsts = self.once(every)
+        for layer, block in zip(every, self.blocks, strict=True):
+            if layer is not firsts[block]:
+                agree(layer, firsts[block])
 
 
 def agree(layer: Attention, first: Attention) -> None:

@@ -133,17 +133,26 @@ class YOCO(SourceMap):
     """Decoder-decoder: all layers from `split` on read the keys and values of layer `split`, made once from its input.
 
     Layers below are a self-decoder, of constant memory where they are windowed or scans. A norm of its own before the
-    shared keys and values has a gain that folds into their weights.
+    shared keys and values has a gain that folds into their weights. With it a stack reads a prompt by the self-decoder
+    and one layer (`newest=1`; a model of ours does in `generate`).
+
+    YOCO-U runs the self-decoder several times with the same weights, each time with caches of its own, and its layers
+    from `split` on know no positions: `yoco(window=512, positions=false)` in a stack of `loops=3, looped=L/2`. S tokens
+    take 2·G·d·S numbers for the whole model, and min(S, W - 1) · 2·G·d for each loop and windowed layer, where no later
+    query sees the W-th.
 
     Options: split (default L/2). window: the size to put on the layers below (none: the specs say what they are).
+    positions: false puts `rope(none)` on those from `split` on.
 
-    Source: Sun et al. 2024, arXiv 2405.05254; its cache of 1024 tokens below, `window=1024`.
+    Source: Sun et al. 2024, arXiv 2405.05254; its cache of 1024 tokens below, `window=1024`. YOCO-U: 2026, arXiv
+    2604.01220.
     """
 
     name: ClassVar[str] = "yoco"
 
     split: int | None = None
     window: int | None = None
+    positions: bool = True
 
     def at(self, layers: int) -> int:
         split = layers // 2 if self.split is None else self.split
@@ -155,10 +164,9 @@ class YOCO(SourceMap):
         return reading([min(layer, self.at(layers)) for layer in range(layers)])
 
     def specs(self, lines: Sequence[Line]) -> list[Line]:
-        if self.window is None:
-            return list(lines)
         split = self.at(len(lines))
-        return [line if layer >= split else _windowed(line, self.window) for layer, line in enumerate(lines)]
+        near = [line if self.window is None else _windowed(line, self.window) for line in lines[:split]]
+        return [*near, *(line if self.positions else f"{line} + rope(none)" for line in lines[split:])]
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,9 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
             if whole:
                 raise ValueError(f"{slots}: no 4-D mask fits")
         if self.config.base is None and self.config.loops > 1 and not isinstance(cache, Cache | None):
+            looped = self.config.looped or self.config.num_hidden_layers
             raise ValueError(
-                f"{self.config.loops} loops of {self.config.num_hidden_layers} layers each keep rows of their own, for "
+                f"{self.config.loops} loops of {looped} layers each keep rows of their own, for "
                 f"which a {type(cache).__name__} is not made; use manyheads.Cache"
             )
         if (

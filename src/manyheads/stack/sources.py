@@ -171,7 +171,8 @@ def _newest(layer: Attention) -> int | None:
 
 def _rows(layer: Attention) -> str:
     return " and ".join(
-        f"{name!r} ({entry.heads} x {entry.width}{f', one slot for {entry.stride} tokens' if entry.stride > 1 else ''})"
+        f"{name!r} ({entry.heads} x {entry.width}{f', one slot for {entry.stride} tokens' if entry.stride > 1 else ''}"
+        f"{f', {entry.packing}' if entry.packing is not None else ''})"
         for name, entry in layer.entries.items()
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import cast
 
 import torch
@@ -29,7 +29,7 @@ from manyheads.stack.initialise import initialise
 from manyheads.stack.loops import Turns, turn
 from manyheads.stack.maps import Map
 from manyheads.stack.meta import MetaTokens
-from manyheads.stack.residual import MHAR, Plain, read_residual
+from manyheads.stack.residual import MHAR, Plain, Sum, read_residual
 from manyheads.stack.sources import check_ffns, per_layer, sites
 
 
@@ -53,7 +53,8 @@ class Stack(nn.Module):
             makes no queries and keys, and caches values only.
         residual: what sublayers read: `sum`, or a mixture of earlier outputs, such as `mhar(heads=8)` (see `MHAR`).
         loops: how many times the blocks run, one after the other, with the same weights; each time they cache rows of
-            their own. specs may then also be one for each layer of each loop, if the weights agree.
+            their own. specs may then also be one for each layer of each loop, if the weights agree. looped: only so
+            many of the first layers are in the loops, those behind run once (default: all).
         eps: of the norms. dropout: probability of dropping an attention weight in training. std: of the first weights
             (see `initialise`).
         checkpoint: compute the blocks again in backward instead of keeping their activations.
@@ -66,8 +67,9 @@ class Stack(nn.Module):
         layers: int | None = None, *, ffn: str | Feed | Sequence[str | Feed] = "swiglu", hidden: int | None = None,
         causal: bool = True, cross: bool | str = False, context_dim: int | None = None,
         kv_source: Map = None, attn_source: Map = None,
-        residual: str | Plain | MHAR = "sum", loops: int = 1, meta: int = 0, max_len: int | None = None,
-        eps: float = 1e-6, dropout: float = 0.0, std: float = 0.02, checkpoint: bool = False,
+        residual: str | Plain | MHAR = "sum", loops: int = 1, looped: int | None = None, meta: int = 0,
+        max_len: int | None = None, eps: float = 1e-6, dropout: float = 0.0, std: float = 0.02,
+        checkpoint: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if layers is None:
@@ -75,34 +77,35 @@ class Stack(nn.Module):
         check_whole(dim=dim, layers=layers, loops=loops, **({} if max_len is None else {"max_len": max_len}))
         check_whole(0, meta=meta)
         check_share(dropout=dropout)
-        turns = Turns.of(specs, head_counts(heads, dim, layers), kv_source, attn_source, loops)
+        turns = Turns.of(specs, head_counts(heads, dim, layers), kv_source, attn_source, loops, looped)
         length = None if max_len is None else max_len + meta
-        turns.check(dim, layers, causal, length)
+        turns.check(dim, causal, length)
         self.ffns, self.hidden = check_ffns(per_layer(ffn, layers, "feed-forwards"), dim, hidden, causal), hidden
         self.dim, self.causal, self.loops = dim, causal, loops
         self.bank = Bank()
         self.blocks = nn.ModuleList()
         where = sites(turns.kv_source, turns.attn_source, causal, self.bank, length)
-        for line, count, site in zip(turns.specs, turns.heads, where, strict=True):
+        self.turns = turns
+        for line, count, site, number in zip(turns.specs, turns.heads, where, turns.blocks, strict=True):
             beside = Site(
                 site.layers + site.layer, site.layers, causal=False, cross=True, context_dim=context_dim,
                 shared=site.shared,
             )  # fmt: skip
-            if site.layer < layers:
+            if number == len(self.blocks):
                 attention, other = Attention(line, dim, count, site=site, dropout=dropout), None
                 if cross:
                     other = Attention("gqa" if cross is True else cross, dim, count, site=beside, dropout=dropout)
-                feed = make_ffn(self.ffns[site.layer], dim, hidden, site)
+                feed = make_ffn(self.ffns[number], dim, hidden, site)
                 self.blocks.append(Block(attention, feed, cross=other, eps=eps))
             else:
-                block = cast(Block, self.blocks[site.layer % layers])
+                block = cast(Block, self.blocks[number])
                 other = None if block.cross is None else turn(block.cross, block.cross.spec, beside)
                 block.later.append((turn(block.attention, line, site), other))
         self.meta = MetaTokens(meta, dim) if meta else None
         self.cross = bool(cross)
         self.residual = read_residual(residual).build(dim, self.sublayers)
         self.checkpoint(checkpoint)
-        initialise(self, layers * loops, std)
+        initialise(self, len(turns.blocks), std)
 
     def checkpoint(self, wanted: bool = True) -> None:
         """Whether training passes compute the blocks again in backward."""
@@ -113,7 +116,8 @@ class Stack(nn.Module):
     @property
     def running(self) -> Iterator[tuple[int, Block]]:
         """Loop and block, in the order they run."""
-        return product(range(self.loops), cast(Sequence[Block], self.blocks))
+        for loop, block in zip(self.turns.loops, self.turns.blocks, strict=True):
+            yield loop, cast(Block, self.blocks[block])
 
     @property
     def attentions(self) -> list[Attention]:
@@ -128,20 +132,21 @@ class Stack(nn.Module):
     @property
     def kv_source(self) -> list[int | None]:
         """For each layer None, or the layer whose cached rows it reads."""
-        return [layer.site.kv_source for layer in self.attentions[: len(self.blocks)]]
+        return self.turns.given([block.attention.site.kv_source for block in cast(Sequence[Block], self.blocks)])
 
     @property
     def attn_source(self) -> list[int | None]:
         """For each layer None, or the layer whose attention weights it takes."""
-        return [layer.site.attn_source for layer in self.attentions[: len(self.blocks)]]
+        return self.turns.given([block.attention.site.attn_source for block in cast(Sequence[Block], self.blocks)])
 
     @property
     def cost(self) -> Cost:
         """Parameters, cache and FLOPs of the layers' (self-)attention, and the parameters of meta tokens."""
         total = Cost()
-        for layer in self.attentions:
+        for loop, block in self.running:
+            layer = block.turns[loop][0]
             cost = layer.spec.cost(self.dim, layer.heads, layer.site)
-            total = total + (cost if layer.site.layer < len(self.blocks) else cost.again())
+            total = total + (cost.again() if loop else cost)
         return total if self.meta is None else total + Cost(self.meta.tokens.numel())
 
     @property
@@ -153,7 +158,7 @@ class Stack(nn.Module):
         total = Cost()
         for feed, block in zip(self.ffns, cast(Sequence[Block], self.blocks), strict=True):
             cost = feed.cost(self.dim, self.hidden, block.attention.site)
-            total = sum([cost.again()] * (self.loops - 1), total + cost)
+            total = sum([cost.again()] * len(block.later), total + cost)
         return total
 
     def forward(
@@ -166,9 +171,13 @@ class Stack(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         links: Links | None = None,
+        newest: int | None = None,
     ) -> Tensor:
         """x `[B, T, D]` to `[B, T, D]`; arguments as in `Attention`, context_mask bool `[B, S]` marks the context's
         tokens against padding.
+
+        newest: give `[B, newest, D]`, of the last tokens only. Layers that write nothing (the last ones, reading rows
+        of others) then run on these alone, which is how a decoder-decoder reads a prompt at half the cost.
 
         The tokens are described once (one `Axis`), so that what depends on them alone (rotations) is computed once.
         """
@@ -189,10 +198,16 @@ class Stack(nn.Module):
             mask = None
         if context_mask is not None:
             context_mask = context_mask[:, None, None].expand(-1, -1, x.shape[1], -1)
+        if newest is not None:
+            check_whole(newest=newest)
+        few = None if newest is None or isinstance(mask, Mask) or self.training else self._lean(mask)
         stream, site = self.residual.start(x), 0
         x = self.residual.read(site, stream)
         read = {layer.site.kv_source for layer in self.attentions}
         for layer, (loop, block) in enumerate(self.running):
+            if layer == few and newest is not None and x.shape[1] > newest:
+                x, mask = x[:, -newest:], None
+                stream, axis = x, replace(axis[axis.length - newest :], rows=None)
             x, stream = block(
                 x, positions=axis, mask=mask, cache=cache, context=context, context_mask=context_mask, links=links,
                 residual=self.residual, stream=stream, site=site, loop=loop,
@@ -200,8 +215,20 @@ class Stack(nn.Module):
             site += block.sublayers
             if layer not in read and not links.route:
                 links.rows.pop(layer, None)  # nobody reads them: free before the next layer
-            links.rows.pop(self.loops * len(self.blocks) + layer, None)
-        return x if self.meta is None or later else self.meta.without(x, padding)
+            links.rows.pop(len(self.turns.blocks) + layer, None)
+        x = x if self.meta is None or later else self.meta.without(x, padding)
+        return x if newest is None else x[:, -newest:]
+
+    def _lean(self, mask: Tensor | None) -> int | None:
+        """From which turn on no layer writes anything, so that each token's output is its own; None where one might."""
+        whole = self.cross or self.meta is not None or not isinstance(self.residual, Sum)
+        if whole or (mask is not None and mask.ndim == 4):
+            return None
+        layers = self.attentions
+        at = len(layers)
+        while at and layers[at - 1].site.kv_source is not None and not _minds(layers[at - 1]):
+            at -= 1
+        return at
 
     def started(self) -> Cache:
         """A cache of one sequence that holds the meta tokens: `fork` it for each batch of requests to go on from.
@@ -218,3 +245,8 @@ class Stack(nn.Module):
         """Pass training progress in [0, 1] to every part with a schedule."""
         for block in cast(Sequence[Block], self.blocks):
             block.on_step(progress)
+
+
+def _minds(layer: Attention) -> bool:
+    """Whether a layer keeps states, or what it selects or adds depends on which tokens come together."""
+    return bool(layer.states or len(layer.tokens) or len(layer.selects))

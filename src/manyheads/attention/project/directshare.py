@@ -9,7 +9,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from manyheads.attention.grouped import Biases
+from manyheads.attention.grouped import Biases, grouped_layout
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.flow import Flow
@@ -56,16 +56,12 @@ class DirectShare(Part):
         return frozenset({"head keys"})
 
     def layout(self, heads: Heads, site: Site) -> Heads:
-        width, kv = heads.head_width(self.name, self.head_dim), self.kv_heads or heads.q
-        if kv < 1 or heads.q % kv:
-            fits = [n for n in range(1, heads.q + 1) if heads.q % n == 0]
-            raise OptionError(f"directshare: kv_heads={kv} of {heads.q} query heads; kv_heads may be {fits}")
-        if self.roots is not None and (len(self.roots) != kv or min(self.roots) < 0):
-            raise OptionError(f"directshare: roots={[*self.roots]} must number a group for each of {kv} key heads")
+        made = grouped_layout(self.name, heads, self.kv_heads, self.head_dim, self.scale)
+        if self.roots is not None and (len(self.roots) != made.kv or min(self.roots) < 0):
+            raise OptionError(f"directshare: roots={[*self.roots]} must number a group for each of {made.kv} key heads")
         if site.kv_source is not None:
             raise OptionError("directshare: a layer that reads another's rows has no keys whose weights it could share")
-        scale = width**-0.5 if self.scale is None else self.scale
-        return Heads(heads.dim, heads.q, kv, width, width, heads.q, width, scale, slice(0, width))
+        return made
 
     def roots_of(self, heads: Heads, site: Site) -> tuple[int, ...]:
         """With the default filled in."""

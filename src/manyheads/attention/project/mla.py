@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from manyheads.attention.latent import LatentProject, latent_cost, latent_widths, views_of
 from manyheads.core.check import check_whole
 from manyheads.core.cost import Cost
+from manyheads.core.packing import Packing
 from manyheads.core.part import Heads, Part, Site
 from manyheads.core.registry import register
 
@@ -29,6 +30,10 @@ class MLA(Part):
         norm: of the latents; converted models have none. latent_scale: `sqrt` multiplies normed latents by √(D/rank)
             (LongCat-Flash does, DeepSeek's code does not). bias: of the projections from x (converted Qwen2).
             out_bias: of W_O. scale: s by hand.
+        bits: how many each number of a cached latent has (2, 4, 8 or 16; 0: floats), with one 16-bit scale for `block`
+            channels (default: all). rope_bits: likewise of the rotary key (default 8). All passes read latents as they
+            come back from it, whose gradient is taken for the identity; weights do not depend on it, so that a model
+            can be trained or started without.
         view: `auto` picks by the number of queries; `expanded` forms every head's keys, which parts that need them
             (qk-norm) ask for.
 
@@ -54,6 +59,9 @@ class MLA(Part):
     bias: bool = False
     out_bias: bool = False
     scale: float | None = None
+    bits: int = 0
+    rope_bits: int = 8
+    block: int | None = None
     view: Literal["auto", "expanded", "absorbed"] = "auto"
 
     @property
@@ -72,9 +80,16 @@ class MLA(Part):
         """rank, nope, rope and value widths with the defaults filled in."""
         return latent_widths(self.name, heads, self.rank, self.nope_dim, self.rope_dim, self.v_dim)
 
+    def packing(self, heads: Heads) -> Packing | None:
+        """How latents are stored; [c ; k_r] is one row."""
+        rank, _, rope, _ = self.widths(heads)
+        cuts = (rank, self.bits, self.block), (rope, self.rope_bits, None)
+        return Packing.of(self.name, *cuts) if self.bits else None
+
     def layout(self, heads: Heads, site: Site) -> Heads:
         check_whole(0, q_rank=self.q_rank)
         _, nope, rope, v = self.widths(heads)
+        self.packing(heads)
         width = nope + rope
         scale = width**-0.5 if self.scale is None else self.scale
         turns = slice(nope, width) if rope else None
@@ -86,7 +101,11 @@ class MLA(Part):
         return LatentProject(
             after, site, rank=rank, nope=nope, rope=rope, q_rank=self.q_rank, norm="rms" if self.norm else "none",
             sqrt_scale=self.latent_scale == "sqrt", bias=self.bias, out_bias=self.out_bias, views=views,
+            packing=self.packing(before),
         )  # fmt: skip
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
-        return latent_cost(self.widths(before), after, site, self.q_rank, int(self.norm), self.bias, self.out_bias)
+        return latent_cost(
+            self.widths(before), after, site, self.q_rank, int(self.norm), self.bias, self.out_bias,
+            self.packing(before),
+        )  # fmt: skip

@@ -1,7 +1,7 @@
 """A model as a stock checkpoint of the family that it came from: a merge of key heads changes one number of it.
 
-Heads that share weights (`directshare`) are written out in full. What the family's own config says of a layer is
-compared with the layer's spec, so that anything else in it is refused.
+Weights that layers share (`directshare`, `masa`) are written out in full. What the family's own config says of a layer
+is compared with the layer's spec, so that anything else in it is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from manyheads.convert import masa
 from manyheads.convert.adopt import AdoptError, adopted_config, family_of
 from manyheads.convert.directshare import as_gqa
 from manyheads.convert.export.atomic import new_folder
@@ -43,7 +44,7 @@ def to_family(
         FileExistsError: `folder` exists.
         OSError: the disk is full.
     """
-    layers = [as_gqa(layer) for layer in model.attentions]  # type: ignore[arg-type]
+    layers = [masa.as_gqa(as_gqa(layer)) for layer in model.attentions]  # type: ignore[arg-type]
     config = _config(model, layers)
     tensors = dict(_tensors(model, layers, config))
     with new_folder(folder, needed=sum(t.nbytes for t in tensors.values())) as work:
@@ -59,7 +60,7 @@ def to_family(
         dtype=str(model.dtype).removeprefix("torch."), bytes=size,
         cache_floats=layout.kv * (layout.qk_width + layout.v_width), difference=found.difference, kl=found.kl,
         lossless=("every tensor, as it is in the model",),
-        notes=() if whole else ("weights that heads share are written out for each of them",),
+        notes=() if whole else ("shared weights are written out wherever they are used",),
     )  # fmt: skip
 
 

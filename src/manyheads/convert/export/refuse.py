@@ -53,6 +53,9 @@ def _against_layer(layer: Attention) -> Iterator[str]:
         if not _fits(part):
             why = _WHY.get(part.name, "has no place in the stock class (gqa or mla with rope has)")
             yield f"its part {part.name!r} {why}"
+    for name, entry in layer.entries.items():
+        if entry.packing is not None:
+            yield f"caches {name!r} as {entry.packing}; the stock class caches floats"
     rope, project = rope_of(layer), layer.project
     if project.rotary("q") is None:
         yield "no channel of its keys rotates; the stock class needs a rotary key"
