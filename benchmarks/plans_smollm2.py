@@ -16,9 +16,8 @@ import torch
 from manyheads.bench import job
 from manyheads.bench.timing import machine
 from manyheads.cli.output import Bars
-from manyheads.convert.plan import make_goal
+from manyheads.convert.plan import make_goal, shape_of
 from manyheads.convert.planner import SINGLES, make_plan, single_goals, try_all
-from manyheads.convert.shrink import shape_of
 from manyheads.convert.source import load_source
 from manyheads.convert.stream import InMemory
 from manyheads.convert.survey import Calibration, stretched, survey, turning_damage

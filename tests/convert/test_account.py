@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from manyheads.convert.account import account
 from manyheads.convert.heal import LayerwiseHeal
-from manyheads.convert.plan import Goal, make_goal
-from manyheads.convert.shrink import shape_of, shrink
+from manyheads.convert.plan import Goal, make_goal, shape_of
+from manyheads.convert.shrink import shrink
 from manyheads.convert.stream import InMemory
 from manyheads.core.part import OptionError
 

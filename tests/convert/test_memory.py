@@ -48,7 +48,8 @@ from pathlib import Path
 import torch
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.plan import make_goal
-from manyheads.convert.shrink import shape_of, shrink
+from manyheads.convert.shrink import shrink
+from manyheads.convert.plan import shape_of
 from manyheads.convert.stream import OnDisk
 
 def peak():

@@ -9,8 +9,8 @@ from tests.oracles.reference import close, differ
 
 from manyheads.convert.adopt import adopt
 from manyheads.convert.mergelock import canonical, lock, mapping, unlock
-from manyheads.convert.plan import make_goal
-from manyheads.convert.shrink import shape_of, shrink
+from manyheads.convert.plan import make_goal, shape_of
+from manyheads.convert.shrink import shrink
 from manyheads.convert.stream import InMemory
 from manyheads.convert.verify import decode_equals_forward
 from manyheads.core.part import OptionError

@@ -10,8 +10,8 @@ from manyheads.convert.account import account
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import METHODS, Latent, Merge, read_method
 from manyheads.convert.moves.of_goal import adjusted_heads, adjusted_ranks
-from manyheads.convert.plan import BudgetError, Goal, Shape, make_goal
-from manyheads.convert.shrink import refuse, shape_of, shrink
+from manyheads.convert.plan import BudgetError, Goal, Shape, make_goal, shape_of
+from manyheads.convert.shrink import refuse, shrink
 from manyheads.convert.stream import InMemory
 from manyheads.convert.survey import turning_damage
 from manyheads.core.part import OptionError

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from manyheads.convert.account import loss_of
 from manyheads.convert.methods import read_method
-from manyheads.convert.plan import BudgetError, make_goal
+from manyheads.convert.plan import BudgetError, make_goal, shape_of
 from manyheads.convert.planner import Costs, Option, Plan, Prices, between_ranks, spend, unseen_windows, with_readers
-from manyheads.convert.shrink import refuse, shape_of, shrink
+from manyheads.convert.shrink import refuse, shrink
 from manyheads.convert.stream import InMemory, OnDisk
 from manyheads.convert.survey import Calibration
 from manyheads.core.part import OptionError

@@ -14,7 +14,7 @@ from manyheads.bench.figures import cache_figures
 from manyheads.convert import share as sharing_module
 from manyheads.convert.adopt import adopt
 from manyheads.convert.export.native import save
-from manyheads.convert.plan import BudgetError, Shape, make_goal
+from manyheads.convert.plan import BudgetError, Shape, make_goal, shape_of
 from manyheads.convert.share import (
     apart,
     blocks,
@@ -28,7 +28,7 @@ from manyheads.convert.share import (
     shrink_shared,
     similarity,
 )
-from manyheads.convert.shrink import shape_of, shrink
+from manyheads.convert.shrink import shrink
 from manyheads.convert.source import load_source
 from manyheads.convert.stream import InMemory
 from manyheads.stack.maps import resolve

@@ -13,9 +13,9 @@ from manyheads.convert import shrink as job
 from manyheads.convert import survey as surveys
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.moves.gqa import ToGQA
-from manyheads.convert.plan import Goal, make_goal
+from manyheads.convert.plan import Goal, make_goal, shape_of
 from manyheads.convert.resume import ResumeError
-from manyheads.convert.shrink import Damage, shape_of, shrink
+from manyheads.convert.shrink import Damage, shrink
 from manyheads.convert.stream import InMemory, OnDisk, attention_of, put_attention, run
 from manyheads.convert.survey import Calibration, stretched, surveyed
 from manyheads.core.part import OptionError

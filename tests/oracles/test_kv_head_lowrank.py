@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from manyheads.convert.export import ExportError, to_family
 from manyheads.convert.moves.common import linear_rows
 from manyheads.convert.moves.gqa import ToGQA
-from manyheads.convert.plan import make_goal
-from manyheads.convert.shrink import shape_of, shrink
+from manyheads.convert.plan import make_goal, shape_of
+from manyheads.convert.shrink import shrink
 from manyheads.convert.stats import Pairs
 from manyheads.convert.stream import InMemory
 

@@ -13,9 +13,9 @@ from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.mergelock import lock
 from manyheads.convert.mohawk import Mohawk, attention_maps, fit_size, map_loss, output_loss
 from manyheads.convert.moves.retrieval import ToRetrieval, recurrent
-from manyheads.convert.plan import BudgetError, make_goal
+from manyheads.convert.plan import BudgetError, make_goal, shape_of
 from manyheads.convert.probe import Lookups, answered, keep_heads, retrieval_importance
-from manyheads.convert.shrink import refuse, shape_of, shrink
+from manyheads.convert.shrink import refuse, shrink
 from manyheads.convert.stream import InMemory, OnDisk
 from manyheads.convert.verify import decode_equals_forward
 from manyheads.core.part import OptionError

@@ -53,8 +53,8 @@ def grouped_layout(name: str, heads: Heads, kv_heads: int | None, head_dim: int 
     if kv < 1 or heads.q % kv:
         fits = [n for n in range(1, heads.q + 1) if heads.q % n == 0]
         raise OptionError(f"{name}: kv_heads={kv} of {heads.q} query heads; kv_heads may be {fits}")
-    scale = width**-0.5 if scale is None else scale
-    return Heads(heads.dim, heads.q, kv, width, width, heads.q, width, scale, slice(0, width))
+    factor = width**-0.5 if scale is None else scale
+    return Heads(heads.dim, heads.q, kv, width, width, heads.q, width, factor, slice(0, width))
 
 
 def grouped_cost(after: Heads, site: Site, bias: Biases, queries: int | None = None) -> Cost:

@@ -34,8 +34,8 @@ from manyheads.convert.distil import Distil, check, distil
 from manyheads.convert.export.atomic import new_folder
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import Method, read_method
-from manyheads.convert.plan import BudgetError, Goal, make_goal
-from manyheads.convert.shrink import refuse, shape_of, shrink
+from manyheads.convert.plan import BudgetError, Goal, make_goal, shape_of
+from manyheads.convert.shrink import refuse, shrink
 from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, open_source, read_config, weight_files
 from manyheads.convert.stream import InMemory, OnDisk
 from manyheads.convert.text import Texts, default_text, fitting, read_text, second_text, split, windows
