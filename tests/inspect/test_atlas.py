@@ -1,6 +1,9 @@
 """The atlas: every number is that of the measure run alone, the page is whole, escaped and alive in a browser."""
 
+import base64
+import gzip
 import json
+import re
 import subprocess
 from functools import partial
 
@@ -17,7 +20,7 @@ from manyheads.inspect.measures import measure
 
 def test_every_number_is_the_measure_run_alone(tmp_path):
     model, ids = mh.adopt(models.decoder()), models.ids(3, 40)
-    found = atlas(model, ids)
+    found = atlas(model, ids, ordinals=[[3, 4, 5, 6], [9, 8, 7]])
     assert set(found.tables) == {each.name for each in SHOWN}
     alone = measure(model, ids, [measures.sink_mass, measures.distance, measures.js_divergence])
     torch.testing.assert_close(found.tables["sink"].grid, alone["sink_mass"].grid)
@@ -64,6 +67,7 @@ def test_the_command_writes_a_result_and_a_page(written):
     assert "report.html" in ran.out and "of 24 heads" in ran.out
     page = (out / "report.html").read_text()
     assert "tiny &lt;b&gt;" in page and "tiny <b>" not in page
+    assert page.count('href="#map-') == 24 and len(page) < 3e6
     for shown in SHOWN:
         assert f'id="grid-{shown.name}"' in page and f'id="grid-{shown.name}-figure"' in page
     assert page.count('<th scope="row">') == 24  # every head is in the table too
@@ -79,8 +83,31 @@ def test_the_command_says_no_in_a_line(tmp_path):
 @pytest.mark.browser
 def test_the_page_is_alive_in_a_browser(written, chromium):
     _, out = written
-    done = subprocess.run(
-        [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom",
-         (out / "report.html").as_uri()], capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.stdout.count('class="plot-container') == len(SHOWN) + 1, done.stderr[-2000:]
+    for head, more in (("", 0), ("#map-1-2", 1)):
+        done = subprocess.run(
+            [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom",
+             (out / "report.html").as_uri() + head], capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.stdout.count('class="plot-container') == len(SHOWN) + 1 + more, done.stderr[-2000:]
+        assert ("layer 1, head 2</h2>" in done.stdout) == bool(more)
+
+
+def test_a_click_shows_what_capture_shows(tmp_path):
+    """To half of 255 steps between the head's lowest and highest weight, read back from the page itself."""
+    pytest.importorskip("plotly", reason="needs manyheads[report]")
+    model, ids = mh.adopt(models.decoder()), models.ids(1, 90)
+    page = write_atlas(atlas(model, ids, words=["<b>&"] * 90), tmp_path).report.read_text()
+    assert "<b>&" not in page
+    packed = re.search(r'id="maps">([^<]*)<', page)[1]
+    line, _, codes = gzip.decompress(base64.b64decode(packed)).partition(b"\n")
+    head = json.loads(line)
+    assert head["words"] == ["<b>&"] * 64 and [each["layer"] for each in head["layers"]] == [0, 1]
+    codes = torch.frombuffer(bytearray(codes), dtype=torch.uint8).view(2, 4, 64, 64)
+    with torch.no_grad(), mh.capture(model) as tape:
+        model(ids)
+    for layer in (0, 1):
+        low, high = torch.tensor(head["layers"][layer]["ends"]).T[..., None, None]
+        want = tape[layer].weights[0, :, :64, :64]
+        off = (low + codes[layer] * (high - low) / 255 - want).abs()
+        assert (off <= (high - low) / 510 + 2e-6).all()
+    assert "six digits" in page and "256 steps" in page

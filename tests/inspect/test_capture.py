@@ -477,3 +477,83 @@ def test_rows_shared_by_sequences_are_not_shown():
     cache = prefix.branch(2)
     with pytest.raises(ValueError, match=r"use manyheads\.Cache"), mh.capture(stack):
         stack(torch.randn(2, 1, 32), cache=cache)
+
+
+# --- how models are run in earnest
+
+
+def generated(model, **options):
+    ids = models.ids(2, 6)
+    settings = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    return model.generate(ids, **{**settings, **options})
+
+
+@pytest.mark.parametrize("make", [models.decoder, lambda: mh.adopt(models.decoder())])
+@pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"num_beams": 3}], ids=["static", "beams"])
+def test_static_caches_and_beams_show_what_a_pass_over_the_whole_text_does(make, options):
+    """Every row of every step; a static cache has room behind the text, which has no weight."""
+    model = make()
+    plain = generated(model, **options)
+    with capture(model, what=("weights", "out")) as tape:
+        wrote = generated(model, **options)
+    assert torch.equal(wrote, plain)
+    untouched(model)
+    beams = options.get("num_beams", 1)
+    with torch.no_grad(), capture(model, what=("weights", "out")) as whole:
+        model(wrote)
+    for layer in (0, 1):
+        prompt, *steps = tape.passes(layer)
+        assert len(steps) == 3 and prompt.weights.shape[:3] == (2 * beams, 4, 6) and len(steps[0].weights) == 2 * beams
+        want = whole[layer]
+        kept = prompt.weights[::beams]
+        torch.testing.assert_close(kept[..., :6], want.weights[:, :, :6, :6], atol=1e-5, rtol=0)
+        assert kept[..., 6:].abs().sum() == 0
+        for at, step in enumerate(steps, 6):
+            torch.testing.assert_close(step.weights.sum(-1), torch.ones_like(step.weights[..., 0]))
+            assert step.weights[..., at + 1 :].abs().sum() == 0
+            assert (step.axis.time[..., -1] == at).all()  # where a query stands, whatever room there is
+            if beams == 1:
+                own = want.weights[:, :, at : at + 1, : at + 1]
+                torch.testing.assert_close(step.weights[..., : at + 1], own, atol=1e-5, rtol=0)
+                torch.testing.assert_close(step.out, want.out[:, :, at : at + 1], atol=1e-4, rtol=1e-4)
+
+
+def test_each_beam_shows_the_text_that_it_goes_on_from():
+    """Rows of beams are in the order of the pass."""
+    model, fed = models.decoder(), []
+
+    def keep(module, args, kwargs):
+        fed.append(kwargs["input_ids"].clone())
+
+    hook = model.model.register_forward_pre_hook(keep, with_kwargs=True)
+    with capture(model, layers=1) as tape:
+        generated(model, num_beams=2, max_new_tokens=2)
+    hook.remove()
+    text = torch.cat(fed, 1)  # beams of one prompt differ in their last token alone
+    with torch.no_grad(), capture(model, layers=1) as whole:
+        model(text)
+    torch.testing.assert_close(tape[1].weights, whole[1].weights[:, :, 6:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [models.decoder, lambda: Decoder(99, "gqa + kha", 32, 4, layers=2).eval()])
+def test_a_compiled_model_shows_what_the_plain_one_does(make):
+    model, ids = make(), models.ids(2, 8)
+    with torch.no_grad():
+        plain = model(ids)
+        with capture(model, what=ALL) as want:
+            model(ids)
+        torch._dynamo.reset()
+        fast = torch.compile(model)
+        before = fast(ids)  # compiled before anything is watched, and again while it is
+        with capture(fast, what=ALL) as tape:
+            seen = fast(ids)
+        after = fast(ids)
+    close = lambda a, b: torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+    for one in (before, seen, after):
+        close(getattr(one, "logits", one), getattr(plain, "logits", plain))
+    assert list(tape) == list(want) == [0, 1] and [len(tape.passes(layer)) for layer in tape] == [1, 1]
+    for layer in (0, 1):
+        for word in ALL:
+            close(getattr(tape[layer], word), getattr(want[layer], word))
+    untouched(model)

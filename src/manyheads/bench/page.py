@@ -5,8 +5,10 @@ Whatever comes from a result is escaped: text enters a page only through `el`, w
 script, and each page has a body of its own next to it.
 """
 
+import gzip
 import math
 import os
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -24,13 +26,14 @@ Row = Mapping[str, Any]
 
 def write_page(
     path: Path, body: str, title: str, texts: Mapping[str, Any], charts: Mapping[str, Mapping[str, Any]],
-    *, room: str = "manyheads.bench",
+    packed: Mapping[str, bytes] | None = None, *, room: str = "manyheads.bench",
 ) -> Path:  # fmt: skip
     """Fill a body into the shell and write it; an older file is replaced, and only once the new one is complete.
 
     Args:
         body: name of the template of what is inside `<body>`, in the package `room`.
-        texts: what the body's places are filled with. charts: figures, by the id of their place.
+        texts: what the body's places are filled with. charts: figures, by the id of their place. packed: data that a
+            script of the body unpacks, by name.
 
     Raises:
         ImportError: plotly is not installed.
@@ -48,10 +51,17 @@ def write_page(
     page = _template("page.html").substitute(
         title=el("title", title),
         body=_template(body, room).substitute(texts),
-        plotly=get_plotlyjs(),
+        packed="\n".join(pack(*each) for each in {"plotly": get_plotlyjs().encode(), **(packed or {})}.items()),
         figures="\n".join(script(*chart) for chart in charts.items()),
     )
     return _write_whole(Path(path), page)
+
+
+def pack(name: str, data: bytes) -> "Html":
+    """Gzip in base64, which the page unpacks by its name: a script of plotly's size is a third as large so."""
+    return Html(
+        f'<script type="application/gzip" id="{name}">{b64encode(gzip.compress(data, mtime=0)).decode()}</script>'
+    )
 
 
 def _template(name: str, room: str = "manyheads.bench") -> Template:

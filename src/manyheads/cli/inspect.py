@@ -37,6 +37,7 @@ def inspect(
     from manyheads.convert.text import default_text, read_text
     from manyheads.convert.text import windows as cut
     from manyheads.inspect.atlas import atlas, write_atlas
+    from manyheads.inspect.measures import ordinals
 
     own = read_text(text) if text else None
     loaded = load_source(name)
@@ -45,7 +46,11 @@ def inspect(
     ids = cut(loaded.tokenizer, own or default_text(), count=count, length=length)
     said = ", ".join(file.name for file in text) if text else "Python's help topics"
     with Bars() as bars:
-        found = atlas(loaded.model.eval(), ids, name=Path(name).name, text=said, progress=bars)
+        lists = list(ordinals(loaded.tokenizer).values())
+        words = [loaded.tokenizer.decode([token]) for token in ids[0].tolist()]
+        found = atlas(
+            loaded.model.eval(), ids, name=Path(name).name, text=said, progress=bars, ordinals=lists, words=words
+        )  # fmt: skip
     found = write_atlas(found, out.expanduser())
     for line in found.notes:
         note(line)

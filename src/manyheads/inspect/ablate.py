@@ -194,15 +194,8 @@ class Steered(Tap):
         change = self.change
         wanted = {name: x for name in ("q", "k", "v") if (x := getattr(change, name)) is not None}
         if wanted:
-            call = call.whole
-            if _unformed(self.layer, flow):
-                raise ValueError(
-                    f"{self.layer.name} reads few queries with keys that are not formed, so that {next(iter(wanted))} "
-                    "has other channels in this pass; steer out instead, or pass more tokens at once"
-                )
-            if wanted.keys() != {"q"} and call.k.shape[1] != call.q.shape[1]:  # heads that share keys are told apart
-                each = call.q.shape[1] // call.k.shape[1]
-                call = replace(call, k=call.k.repeat_interleave(each, 1), v=call.v.repeat_interleave(each, 1))
+            call = channels_of(self.layer, call, flow, next(iter(wanted)))
+            call = call if wanted.keys() == {"q"} else apart(call)
             call = replace(call, **{name: self._added(getattr(call, name), name, x) for name, x in wanted.items()})
         if change.move:
             call = programmed(self.layer, call, flow, Moved((*self.heads,), change.move, call.mask.k))
@@ -228,6 +221,28 @@ class Steered(Tap):
             scale = torch.as_tensor(change.scale).to(o).reshape(-1, 1, 1)
             o = o.index_copy(1, index, o[:, self.heads] * scale)
         return o if change.out is None else self._added(o, "out", change.out)
+
+
+def channels_of(layer: Layer, call: Call, flow: Flow | None, name: str) -> Call:
+    """The call with keys formed, so that queries, keys and values have the channels of heads.
+
+    Raises:
+        ValueError: in this pass they have others.
+    """
+    if _unformed(layer, flow):
+        raise ValueError(
+            f"{layer.name} reads few queries with keys that are not formed, so that {name} has other channels in this "
+            "pass; steer out instead, or pass more tokens at once"
+        )
+    return call.whole
+
+
+def apart(call: Call) -> Call:
+    """The call with keys and values of each query head its own."""
+    each = call.q.shape[1] // call.k.shape[1]
+    if each == 1:
+        return call
+    return replace(call, k=call.k.repeat_interleave(each, 1), v=call.v.repeat_interleave(each, 1))
 
 
 def _unformed(layer: Layer, flow: Flow | None) -> bool:
@@ -303,4 +318,6 @@ def _check_change(layer: Layer, heads: Sequence[int], change: Change) -> None:
         raise ValueError(f"{change.scale.numel()} scales for {len(heads)} heads")  # type: ignore[union-attr]
 
 
-__all__ = ["Heads", "How", "Inputs", "Move", "ablate", "batches_of", "chosen_heads", "run", "steer"]
+__all__ = [
+    "Heads", "How", "Inputs", "Move", "ablate", "apart", "batches_of", "channels_of", "chosen_heads", "run", "steer",
+]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from manyheads.bench.timing import machine
 from manyheads.inspect import measures
 from manyheads.inspect.capture import CaptureError, capture
+from manyheads.inspect.flow_routes import flow_share
 from manyheads.inspect.layers import layers_of
 from manyheads.inspect.measures.table import HeadTable, measure
 from manyheads.inspect.roles import ROLES, roles, vocabulary
@@ -52,9 +53,55 @@ SHOWN: tuple[Shown, ...] = (
     ),
     Shown("twin", "Nearest output", "CKA", "How alike another head of its layer adds: 1 for a copy, turned or scaled."),
     Shown("rank", "Rank", "directions", "Effective rank of W_Q W_Kᵀ: along how many it compares tokens.", _LENGTH, 1),
+    Shown("tail", "Tail", "weight", "Weight that is not on a query's 16 highest keys."),
+    Shown(
+        "near",
+        "Near is enough",
+        "share of queries",
+        "Of queries with keys further away: how often the first 4 and the newest 32 have 60 % of its weight.",
+    ),
+    Shown("flow", "Flow", "share", "How much of the stream behind its layer came through it, by closeness to it."),
+    Shown("successor", "Successor", "share", "Of numbers, days, months, letters: how often it alone writes the next."),
     Shown("outliers", "Out of noise", "directions", "Of W_Q and W_K, beyond the Marchenko-Pastur edge.", _LENGTH, 0),
 )
 Progress = Callable[[str, int, int], None]
+
+
+TOKENS = 64
+"""Of the first text, whose maps a page shows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """Every head's map of the first tokens of a text, in 256 steps from its lowest to its highest weight.
+
+    codes: uint8 `[H, T, T]` by layer; a weight is low + code · (high - low) / 255, half a step off at most. ends: (low,
+    high) of each head by layer. words: the tokens.
+    """
+
+    words: tuple[str, ...]
+    codes: dict[int, Tensor]
+    ends: dict[int, list[tuple[float, float]]]
+
+    @classmethod
+    def of(cls, model: nn.Module, ids: Tensor, layers: Sequence[int], words: Sequence[str]) -> Maps:
+        """Of one text `[1, T]`."""
+        codes, ends = {}, {}
+        for number in layers:
+            with torch.no_grad(), capture(model, layers=number) as tape:
+                model(ids)
+            weights = tape[number].weights
+            assert weights is not None
+            low, high = weights[0].amin((1, 2)), weights[0].amax((1, 2))
+            step = ((high - low) / 255).clamp_min(1e-12)[:, None, None]
+            codes[number] = ((weights[0] - low[:, None, None]) / step).round().to(torch.uint8).cpu()
+            ends[number] = list(zip(low.tolist(), high.tolist(), strict=True))
+        return cls(tuple(words), codes, ends)
+
+    def weights(self, layer: int) -> Tensor:
+        """What the codes of a layer say, `[H, T, T]`."""
+        low, high = torch.tensor(self.ends[layer]).T[..., None, None]
+        return low + self.codes[layer] * (high - low) / 255
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +120,7 @@ class Atlas:
     seconds: float
     date: str
     machine: str
+    maps: Maps | None = None
     report: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -93,9 +141,13 @@ class Atlas:
 
 
 def atlas(
-    model: nn.Module, ids: Tensor, *, name: str = "model", text: str = "text", progress: Progress | None = None
-) -> Atlas:
+    model: nn.Module, ids: Tensor, *, name: str = "model", text: str = "text", progress: Progress | None = None,
+    ordinals: Sequence[Sequence[int]] | None = None, words: Sequence[str] | None = None,
+) -> Atlas:  # fmt: skip
     """Measure every head of a model on token ids `[windows, tokens]`, and on tokens drawn at random, twice in a row.
+
+    ordinals: token ids in their order (see `measures.ordinals`), for successor heads. words: the first window's tokens
+    as text, to show beside their maps.
 
     What a model does not have (logits to be right about, weights) is left out, with a note.
     """
@@ -111,12 +163,21 @@ def atlas(
     if readable:
         tables |= measure(model, batches, OF_TEXT, readable)
         tables["nearest"] = _of_others(tables["nearest"], torch.min)
+        try:
+            tables["flow"] = flow_share(model, batches, readable)
+        except (ValueError, CaptureError) as error:
+            notes.append(f"flow is left out: {error}")
     tell("measure", 1, 1)
     if readable:
         tell("roles", 0, 1)
         vocab = vocabulary(model)
-        found = roles(model, batches[0], measures.repeated(vocab, max(1, min(64, vocab))), layers=readable)
-        tables |= {key: found.scores[key] for key in ("duplicate", "induction")}
+        twice = measures.repeated(vocab, max(1, min(64, vocab)))
+        try:
+            found = roles(model, batches[0], twice, layers=readable, ordinals=ordinals)
+        except ValueError as error:
+            notes.append(f"successor heads are left out: {error}")
+            found = roles(model, batches[0], twice, layers=readable)
+        tables |= {key: found.scores[key] for key in ("duplicate", "induction", "successor") if key in found.scores}
         labels = found.labels
         tell("roles", 1, 1)
     tell("importance", 0, 1)
@@ -136,14 +197,23 @@ def atlas(
     return Atlas(
         name, text, f"{len(ids)} × {ids.shape[1]}", shown, labels,
         {x.number: x.heads for x in layers}, {x.number: x.name for x in layers}, bottlenecks, tuple(notes),
-        time.perf_counter() - began, datetime.date.today().isoformat(), machine(),
+        time.perf_counter() - began, datetime.date.today().isoformat(), machine(), _maps(model, ids, readable, words),
     )  # fmt: skip
+
+
+def _maps(model: nn.Module, ids: Tensor, layers: list[int], words: Sequence[str] | None) -> Maps | None:
+    if not layers:
+        return None
+    first = ids[:1, :TOKENS]
+    said = [str(token) for token in first[0].tolist()] if words is None else list(words)[: first.shape[1]]
+    return Maps.of(model, first, layers, said)
 
 
 OF_TEXT = {
     "entropy": partial(measures.entropy, normalised=True), "distance": measures.distance,
     "local": measures.local_mass, "sink": measures.sink_mass, "self": measures.self_mass,
     "previous": measures.previous_token, "position": measures.position_bias, "nearest": measures.js_divergence,
+    "tail": measures.truncation.tail_mass, "near": partial(measures.far.local, window=32),
 }  # fmt: skip
 
 

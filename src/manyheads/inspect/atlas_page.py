@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def write_report(found: Atlas, path: Path) -> Path:
         "legend": el("p", *(join([swatch(i), r.name, ": ", r.says, "\u2003"]) for i, r in enumerate(ROLES, 1))),
         "roles": _chart(found, "roles", "The role of each head, by layer and head. The table of heads names them."),
         "grids": join(_place(found, each) for each in shown),
+        "map": _map_place(found),
         "table": _table(found, shown),
         "notes": el("ul", *(el("li", note) for note in found.notes)) if found.notes else Html(),
         "method": _method(found),
@@ -36,7 +38,30 @@ def write_report(found: Atlas, path: Path) -> Path:
                        class_="glossary"),
     }  # fmt: skip
     charts = {"roles": _roles(found), **{f"grid-{each.name}": _grid(found, each) for each in shown}}
-    return write_page(path, "atlas.html", title, texts, charts, room="manyheads.inspect")
+    return write_page(path, "atlas.html", title, texts, charts, _packed_maps(found), room="manyheads.inspect")
+
+
+def _map_place(found: Atlas) -> Html:
+    if found.maps is None:
+        return Html()
+    says = f"Choose a head by a click on a cell, or in the table: its weights over the first {len(found.maps.words)} "
+    says += "tokens of the text, queries down and keys across, in 256 steps from its lowest to its highest."
+    label = "Weights of the chosen head"
+    chart = el("div", class_="chart", id_="map", role="group", aria_label=label, style="height: 34rem", hidden="")
+    return el("section", el("h2", "The map of a head", id_="map-title"), el("p", says, id_="map-says"), chart,
+              aria_labelledby="map-title")  # fmt: skip
+
+
+def _packed_maps(found: Atlas) -> dict[str, bytes]:
+    """All codes one after the other, and before them, in a line of JSON, whose they are."""
+    if found.maps is None:
+        return {}
+    maps = found.maps
+    head = {"words": maps.words, "layers": [
+        {"layer": n, "ends": [[round(x, 6) for x in pair] for pair in ends]} for n, ends in maps.ends.items()
+    ]}  # fmt: skip
+    line = json.dumps(head, ensure_ascii=True).encode() + b"\n"
+    return {"maps": line + b"".join(codes.numpy().tobytes() for codes in maps.codes.values())}
 
 
 def _names(found: Atlas) -> list[str]:
@@ -60,7 +85,7 @@ def _grid(found: Atlas, shown: Shown) -> dict[str, Any]:
 
 def _row(table: HeadTable, layer: int, most: int) -> list[float | None]:
     row = table[layer].tolist() if layer in table else []
-    return [x if x == x else None for x in row] + [None] * (most - len(row))
+    return [float(f"{x:.6g}") if x == x else None for x in row] + [None] * (most - len(row))
 
 
 def _heatmap(found: Atlas, trace: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +143,15 @@ def _table(found: Atlas, shown: list[Shown]) -> Html:
                 number(float(table[layer][one]) if layer in table else None, each.digits)
                 for each, table in zip(shown, values, strict=True)
             ]
-            body.append([f"{layer}.{one}", ", ".join(found.labels.get((layer, one), ())), *cells])
+            name = f"{layer}.{one}"
+            linked = found.maps is not None and layer in found.maps.codes
+            body.append(
+                [
+                    el("a", name, href=f"#map-{layer}-{one}") if linked else name,
+                    ", ".join(found.labels.get((layer, one), ())),
+                    *cells,
+                ]
+            )
     return table_of("Layer and head, its roles, and every measure", head, body, "heads")
 
 

@@ -92,17 +92,24 @@ class Edit:
         return None
 
 
+def check_one_map(layer: Layer, call: Call, flow: Flow | None, where: str) -> Call:
+    """The one problem that parts make of a layer's; a layer whose heads have no one map of scores is refused."""
+    if not isinstance(layer.module, Attention):
+        return call
+    assert flow is not None
+    one, unlike = followed(layer.module, call, flow)
+    if unlike:
+        raise ValueError(f"{layer.name} has no one map {where}: {unlike}")
+    return one
+
+
 def programmed(layer: Layer, call: Call, flow: Flow | None, edit: Edit) -> Call:
     """The call with an edit of its map.
 
     Raises:
         ValueError: the layer does not have one map a head.
     """
-    if isinstance(layer.module, Attention):
-        assert flow is not None
-        _, unlike = followed(layer.module, call, flow)
-        if unlike:
-            raise ValueError(f"{layer.name} has no one map that could be changed: {unlike}")
+    check_one_map(layer, call, flow, "that could be changed")
     return replace(call, program=(*call.program, edit))
 
 
@@ -140,4 +147,7 @@ def standing_by(layers: Sequence[Layer], make: Callable[[Layer], Tap]) -> Iterat
         detach()
 
 
-__all__ = ["Edit", "Editing", "Tokens", "check_maps", "check_tokens", "flags", "places", "programmed", "standing_by"]
+__all__ = [
+    "Edit", "Editing", "Tokens", "check_maps", "check_one_map", "check_tokens", "flags", "places", "programmed",
+    "standing_by",
+]  # fmt: skip

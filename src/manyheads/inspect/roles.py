@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +12,26 @@ from torch import Tensor, nn
 from manyheads.inspect.ablate import Inputs
 from manyheads.inspect.look import Look
 from manyheads.inspect.measures import maps, tokens
+from manyheads.inspect.measures.behaviour import successor
 from manyheads.inspect.measures.table import HeadTable, Measure, measure
+
+Lists = Sequence[Sequence[int]]
+OfLists = Callable[[nn.Module, Lists, int | Iterable[int] | None], HeadTable]
 
 
 @dataclass(frozen=True)
 class Role:
     """A role of heads.
 
-    measure: the mass on a pattern. on: `text`, any; `repeated`, tokens drawn at random, twice. level: the mass from
-    which a head is labelled, if it is also three times what evenly spread weights would give.
+    measure: the mass on a pattern. on: `text`, any; `repeated`, tokens drawn at random, twice; `ordinals`, no text: the
+    measure is of a model, ordered lists of tokens and layers, and chance is a token of the list. level: the measure
+    from which a head is labelled, if it is also three times what chance (evenly spread weights) would give.
     """
 
     name: str
     says: str
-    measure: Measure
-    on: Literal["text", "repeated"] = "text"
+    measure: Measure | OfLists
+    on: Literal["text", "repeated", "ordinals"] = "text"
     level: float = 0.4
 
 
@@ -36,8 +41,9 @@ ROLES: tuple[Role, ...] = (
     Role("previous", "looks at the token before", maps.previous_token),
     Role("duplicate", "looks at earlier copies of its token", tokens.duplicate_token, "repeated"),
     Role("induction", "looks at what came after an earlier copy of its token", tokens.induction, "repeated"),
+    Role("successor", "turns a number, day, month or letter into the next", successor, "ordinals", 0.5),
 )
-"""Roles that masses tell; add rows of your own. Source: the overview of Zheng et al. 2024, arXiv 2409.03752."""
+"""Roles that masses and weights tell; add rows of your own. Source: Zheng et al. 2024, arXiv 2409.03752."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +58,7 @@ class Found:
 
 def roles(
     model: nn.Module, text: Inputs | Sequence[Inputs], repeated: Tensor | None = None, of: Iterable[Role] = ROLES,
-    layers: int | Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None, *, ordinals: Lists | None = None,
 ) -> Found:  # fmt: skip
     """Label heads by role.
 
@@ -60,6 +66,7 @@ def roles(
         text: what the model is run on, as in `measure`.
         repeated: ids of tokens in random order, twice (see `measures.repeated`); by default drawn from the model's
             vocabulary.
+        ordinals: token ids in their order (see `measures.ordinals`); without them roles of ordinals are left out.
     """
     given = list(of)
     if repeated is None and any(role.on == "repeated" for role in given):
@@ -67,7 +74,7 @@ def roles(
     scores: dict[str, HeadTable] = {}
     chance: dict[str, HeadTable] = {}
     for on, inputs in (("text", text), ("repeated", repeated)):
-        some = {role.name: role.measure for role in given if role.on == on}
+        some = {role.name: cast(Measure, role.measure) for role in given if role.on == on}
         if not some or inputs is None:
             continue
         both = some | {f"chance {name}": _even(function) for name, function in some.items()}
@@ -75,6 +82,13 @@ def roles(
         inputs = inputs.to(device) if isinstance(inputs, Tensor) else inputs
         for name, table in measure(model, inputs, both, layers).items():
             (chance if name.startswith("chance ") else scores)[name.removeprefix("chance ")] = table
+    for role in given:
+        if role.on == "ordinals" and ordinals:
+            table = cast(OfLists, role.measure)(model, ordinals, layers)
+            by_chance = sum(len(one) - 1 for one in ordinals)  # each token of a list is as likely
+            even = sum((len(one) - 1) / len(one) for one in ordinals) / by_chance
+            scores[role.name] = table
+            chance[role.name] = HeadTable(role.name, {n: torch.full_like(row, even) for n, row in table.items()})
     labels: dict[tuple[int, int], list[tuple[float, str]]] = {}
     for role in given:
         for layer, row in scores.get(role.name, {}).items():

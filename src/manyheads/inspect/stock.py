@@ -110,7 +110,8 @@ def _attention(
     asked = call
     for tap in taps:
         asked = tap.ask(asked, None)
-    if asked.program or asked.k.shape[1] != key.shape[1] or asked.mask is not call.mask:
+    rescored = asked.program or asked.mask is not call.mask or asked.bias is not call.bias
+    if rescored or asked.k.shape[1] != key.shape[1]:
         if unlike:
             raise ValueError(f"scores of {type(module).__name__} cannot be changed: {unlike}")
         y, weights = attend(asked).o.transpose(1, 2), None
@@ -134,7 +135,8 @@ def _call_of(
     ordered = options.get("is_causal")
     ordered = bool(getattr(module, "is_causal", True)) if ordered is None else bool(ordered)
     cross = bool(getattr(module, "is_cross_attention", False)) or (not ordered and t != s)
-    start = 0 if cross else max(0, s - t)
+    # without a mask, several queries are the first ones: a static cache has room behind them
+    start = 0 if cross or (given is None and t > 1) else max(0, s - t)
     rules: tuple[Rule, ...] = ()
     unlike, valid, biases = None, None, []
     if options.get("s_aux") is not None:
@@ -153,6 +155,8 @@ def _call_of(
         given = given[..., :s]
         seen = given if given.dtype == torch.bool else given > torch.finfo(given.dtype).min / 2
         rules = (Given(seen),)
+        if ordered and not cross and s > t and bool(seen.any()):  # the newest key that is seen is the newest query's
+            start = max(0, int(seen.flatten(0, -2).any(0).nonzero().max()) + 1 - t)
         if t == s and not cross:  # a token that may not see itself is padding
             valid = seen[:, 0, 0] if seen.shape[-2] == 1 else seen[:, 0].diagonal(dim1=-2, dim2=-1)
         if given.dtype != torch.bool:

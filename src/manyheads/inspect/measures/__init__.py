@@ -4,6 +4,7 @@ Those of maps and tokens take a `Look` (one pass of one layer); `measure` runs a
 Those of outputs, weights and importance take a model. All return one number a head, undefined kept apart from zero.
 """
 
+from manyheads.inspect.measures import depth, far, sinks, truncation
 from manyheads.inspect.measures.behaviour import Retrieval, retrieval, successor, unembedding
 from manyheads.inspect.measures.frequency import (
     Spectra,
@@ -27,7 +28,7 @@ from manyheads.inspect.measures.grid import (
     removals,
     special_mass,
 )
-from manyheads.inspect.measures.importance import ablation, importance, next_token_loss
+from manyheads.inspect.measures.importance import ablation, importance, least_important, next_token_loss
 from manyheads.inspect.measures.maps import (
     Behind,
     First,
@@ -44,6 +45,17 @@ from manyheads.inspect.measures.maps import (
     self_mass,
     sink_mass,
 )
+from manyheads.inspect.measures.needle import (
+    Needles,
+    discoveries,
+    knock_out,
+    layer_test,
+    matched,
+    needle_recall,
+    needles,
+    retrieval_heads,
+)
+from manyheads.inspect.measures.ordinals import ordinals
 from manyheads.inspect.measures.pairs import (
     FewHeads,
     PairFeatures,
@@ -74,6 +86,7 @@ from manyheads.inspect.measures.saliency import (
     perturbation,
     to_frames,
 )
+from manyheads.inspect.measures.switched import sahara, ships, subspace_angle, switched_off
 from manyheads.inspect.measures.table import HeadTable, Measure, measure
 from manyheads.inspect.measures.tokens import Matching, duplicate_token, induction, on_tokens, repeated
 from manyheads.inspect.measures.visual import VisualHeads, sink_channels, sink_values, visual_heads
@@ -88,15 +101,18 @@ from manyheads.inspect.measures.weights import (
 )
 
 __all__ = [
-    "Behind", "FewHeads", "First", "Gaze", "Grid", "HeadTable", "Matching", "Measure", "PairFeatures", "Pattern",
-    "Patterns", "Probe", "Retrieval", "Spectra", "Spectrum", "Trajectory", "VisualHeads", "ablation", "agreement",
-    "amplitudes", "box", "cell_masks", "cka", "clusters", "confidence", "correlation", "cross_layers", "cross_maps",
-    "curvature", "deletion", "direction", "distance", "distance_profile", "distance_spread", "duplicate_token",
-    "effective_rank", "entropy", "explained", "few_heads", "fit_probe", "gaze", "gradient_saliency", "head_weights",
-    "hop_profile", "importance", "induction", "js_divergence", "landscape", "local_mass", "marchenko_pastur", "mas",
-    "masses", "mean_hop", "mean_map", "measure", "near_mass", "next_token_loss", "offset", "on_tokens", "output_size",
-    "pair_features", "panels", "patterns", "perturbation", "position_bias", "position_variance", "previous_token",
-    "qk_rank", "ranks", "relevance", "removals", "repeated", "retrieval", "same_sentence", "same_token", "self_mass",
-    "singular_values", "sink_channels", "sink_mass", "sink_values", "special_mass", "spectra", "stable_rank",
-    "stands_out", "successor", "to_frames", "trajectory", "unembedding", "visual_heads", "weight_importance",
+    "Behind", "FewHeads", "First", "Gaze", "Grid", "HeadTable", "Matching", "Measure", "Needles", "PairFeatures",
+    "Pattern", "Patterns", "Probe", "Retrieval", "Spectra", "Spectrum", "Trajectory", "VisualHeads", "ablation",
+    "agreement", "amplitudes", "box", "cell_masks", "cka", "clusters", "confidence", "correlation", "cross_layers",
+    "cross_maps", "curvature", "deletion", "depth", "direction", "discoveries", "distance", "distance_profile",
+    "distance_spread", "duplicate_token", "effective_rank", "entropy", "explained", "far", "few_heads", "fit_probe",
+    "gaze", "gradient_saliency", "head_weights", "hop_profile", "importance", "induction", "js_divergence",
+    "knock_out", "landscape", "layer_test", "least_important", "local_mass", "marchenko_pastur", "mas", "masses",
+    "matched", "mean_hop", "mean_map", "measure", "near_mass", "needle_recall", "needles", "next_token_loss", "offset",
+    "on_tokens", "ordinals", "output_size", "pair_features", "panels", "patterns", "perturbation", "position_bias",
+    "position_variance", "previous_token", "qk_rank", "ranks", "relevance", "removals", "repeated", "retrieval",
+    "retrieval_heads", "sahara", "same_sentence", "same_token", "self_mass", "ships", "singular_values",
+    "sink_channels", "sink_mass", "sink_values", "sinks", "special_mass", "spectra", "stable_rank", "stands_out",
+    "subspace_angle", "successor", "switched_off", "to_frames", "trajectory", "truncation", "unembedding",
+    "visual_heads", "weight_importance",
 ]  # fmt: skip

@@ -110,3 +110,22 @@ def ablation(
                 found.append(whole() - base)
         rows[layer.number] = torch.stack(found)
     return HeadTable("ablation", rows)
+
+
+def least_important(table: HeadTable, share: float, *, keep: int = 1) -> dict[int, list[int]]:
+    """The heads to go first, by layer as `ablate` takes them: the lowest of all layers together, a share of all heads.
+
+    keep: how many heads a layer keeps at least, its highest; others then go in their place. Of equal heads the first
+    goes. One step is the same as several with the same scores. Source: Michel et al. 2019, arXiv 1905.10650.
+    """
+    if not 0 <= share <= 1 or keep < 0:
+        raise ValueError(f"share={share}, keep={keep}; a share of 0 to 1, no head or more")
+    heads = sorted((float(x), layer, head) for layer, row in table.items() for head, x in enumerate(row) if x == x)
+    left = {layer: len(row) for layer, row in table.items()}
+    found: dict[int, list[int]] = {}
+    wanted = int(share * len(heads) + 1e-9)
+    for _, layer, head in heads:
+        if sum(map(len, found.values())) < wanted and left[layer] > keep:
+            found.setdefault(layer, []).append(head)
+            left[layer] -= 1
+    return {layer: sorted(of) for layer, of in sorted(found.items())}

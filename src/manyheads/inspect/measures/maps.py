@@ -51,12 +51,12 @@ def entropy(look: Look, normalised: bool = False) -> Tensor:
         found = look.lse - call.scale * (call.q * keys).sum(-1)
         found = found.clamp_min(0)
     else:
-        rows = [torch.special.entr(_shares(tile.weights)).sum(-1) for tile in look.weights()]
+        rows = [torch.special.entr(shares(tile.weights)).sum(-1) for tile in look.weights()]
         found = torch.cat(rows, 2)
     return found / look.visible.clamp_min(2).log() if normalised else found
 
 
-def _shares(weights: Tensor) -> Tensor:
+def shares(weights: Tensor) -> Tensor:
     """Of maps that are signed or do not sum to 1, |A| / Σ|A|."""
     size = weights.abs()
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)

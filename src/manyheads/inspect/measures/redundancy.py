@@ -11,7 +11,7 @@ from manyheads.inspect.ablate import Inputs, batches_of, run
 from manyheads.inspect.capture import watching
 from manyheads.inspect.layers import chosen
 from manyheads.inspect.look import Look
-from manyheads.inspect.measures.maps import _shares
+from manyheads.inspect.measures.maps import shares
 from manyheads.inspect.measures.table import HeadTable
 
 
@@ -23,7 +23,7 @@ def js_divergence(look: Look) -> Tensor:
     """
     rows = []
     for tile in look.weights():
-        p = _shares(tile.weights)
+        p = shares(tile.weights)
         own = torch.special.entr(p).sum(-1)
         mixed = [torch.special.entr((p + p[:, head : head + 1]) / 2).sum(-1) for head in range(p.shape[1])]
         rows.append((torch.stack(mixed, -1) - (own[..., None] + own.transpose(1, 2)[:, None]) / 2).clamp_min(0))

@@ -20,8 +20,8 @@ from manyheads.inspect.capture import watching
 from manyheads.inspect.edit import Tokens, check_tokens, places
 from manyheads.inspect.layers import Layer, chosen
 from manyheads.inspect.look import Look
-from manyheads.inspect.measures.behaviour import _blocks
 from manyheads.inspect.measures.table import HeadTable, Sums
+from manyheads.inspect.stream import blocks_of
 
 
 def sink_values(x: Tensor, channels: Sequence[int]) -> Tensor:
@@ -43,7 +43,7 @@ def entering(layers: Sequence[Layer], model: nn.Module, seen: Callable[[Layer, T
         return see
 
     with ExitStack() as stack:
-        for layer, block in zip(layers, _blocks(model, layers), strict=True):
+        for layer, block in zip(layers, blocks_of(model, layers), strict=True):
             stack.callback(block.register_forward_pre_hook(hook(layer), with_kwargs=True).remove)
         yield
 

@@ -72,13 +72,19 @@ def head_weights(layer: Layer) -> tuple[Tensor, Tensor]:
     """W_Q and W_K of each query head, `[H, D, E]`: how its scores depend on the layer's inputs, x_t W_Q W_Kᵀ x_sᵀ.
 
     Read off the layer itself by putting unit vectors through it, so that any linear projection will do; biases are left
-    out, and rotation is that of a key at the query's own position.
+    out (see `head_maps`), and rotation is that of a key at the query's own position.
 
     Raises:
         ValueError: queries or keys are no linear functions of the input, or keys come from elsewhere.
     """
+    q, k, _, _ = head_maps(layer)
+    return q, k
+
+
+def head_maps(layer: Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`head_weights`, and the biases of queries and keys of each query head, `[H, E]`, which are there at x = 0."""
     if not isinstance(layer.module, Attention):
-        return _stock_weights(layer)
+        return _stock_maps(layer)
     attention = layer.module
     if attention.site.cross or attention.site.kv_source is not None:
         raise ValueError(f"{layer.name}: its keys come from elsewhere than its queries")
@@ -92,7 +98,7 @@ def head_weights(layer: Layer) -> tuple[Tensor, Tensor]:
         rows = {name: row for piece in attention.writing for name, row in piece.write(flow).items()}
         flow.rows = Rows(attention.project.settle(q, rows, flow), axis)
         q, k, _, keys = attention.project.keys(q, flow)
-    found = []
+    found, biases = [], []
     for x in (q.double(), k.double()):
         one, twice = x[0] - x[1], x[2] - x[1]
         if (
@@ -102,22 +108,27 @@ def head_weights(layer: Layer) -> tuple[Tensor, Tensor]:
         ):
             raise ValueError(f"{layer.name}: its queries and keys are no linear functions of its input")
         found.append(one)
-    return found[0], found[1].repeat_interleave(len(found[0]) // len(found[1]), 0)
+        biases.append(x[1, :, 0])
+    each = len(found[0]) // len(found[1])
+    return found[0], found[1].repeat_interleave(each, 0), biases[0], biases[1].repeat_interleave(each, 0)
 
 
-def _stock_weights(layer: Layer) -> tuple[Tensor, Tensor]:
-    def find(*names: str) -> Tensor:
+def _stock_maps(layer: Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def find(*names: str) -> tuple[Tensor, Tensor]:
         modules = (getattr(layer.module, name, None) for name in names)
-        weight = next((m.weight for m in modules if isinstance(m, nn.Linear)), None)
-        if weight is None:
+        linear = next((m for m in modules if isinstance(m, nn.Linear)), None)
+        if linear is None:
             raise ValueError(f"{layer.name}: a {type(layer.module).__name__} has no projection {' or '.join(names)}")
-        return weight.detach().double().T
+        weight = linear.weight.detach().double().T
+        bias = weight.new_zeros(weight.shape[1]) if linear.bias is None else linear.bias.detach().double()
+        return weight, bias
 
-    q = find("q_proj", "query", "q").unflatten(1, (layer.heads, -1)).transpose(0, 1)
-    k = find("k_proj", "key", "k").unflatten(1, (-1, q.shape[-1])).transpose(0, 1)
+    q, q_bias = (x.unflatten(-1, (layer.heads, -1)).movedim(-2, 0) for x in find("q_proj", "query", "q"))
+    k, k_bias = (x.unflatten(-1, (-1, q.shape[-1])).movedim(-2, 0) for x in find("k_proj", "key", "k"))
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"{layer.name}: its keys come from elsewhere than its queries")
-    return q, k.repeat_interleave(layer.heads // len(k), 0)
+    each = layer.heads // len(k)
+    return q, k.repeat_interleave(each, 0), q_bias, k_bias.repeat_interleave(each, 0)
 
 
 def qk_rank(model: nn.Module, layers: int | list[int] | None = None) -> dict[str, HeadTable]:
