@@ -8,6 +8,7 @@ from tests.cli.line import SMALL, run, save_tiny
 from manyheads.bench import job
 from manyheads.convert import text as text_module
 from manyheads.convert.text import default_text, second_text
+from manyheads.edit import job as edit_job
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,8 +16,8 @@ def short_texts():
     """The default texts, read once and cut: each job would spend seconds on what these tests do not look at."""
     with pytest.MonkeyPatch.context() as patch:
         for name, text in (("default_text", default_text()[:40_000]), ("second_text", second_text()[:5_000])):
-            for module in (text_module, job):
-                patch.setattr(module, name, lambda text=text: text)
+            for module in (text_module, job, edit_job):
+                patch.setattr(module, name, lambda text=text: text, raising=module is not edit_job)
         yield
 
 

@@ -88,3 +88,15 @@ def reloads(each, folder, plainly=None):
         assert report.loads_as == plainly and report.difference < 1e-4
         stock = AutoModelForCausalLM.from_pretrained(folder / "plain")
         assert type(stock).__name__ == plainly and torch.equal(stock.generate(ids, **asked), want)
+
+
+def multi_head(bias=None, **options):
+    """Float64, 4 heads of 8 channels with keys of their own."""
+    more = {} if bias is None else {bias: True}
+    return adopt(model(dtype=torch.float64, num_key_value_heads=4, **more, **options))
+
+
+def grouped(kind="llama", **options):
+    """Float64, 6 query heads of 8 channels, 3 a key head."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+    return adopt(model(kind, dtype=torch.float64, **sizes, **options))

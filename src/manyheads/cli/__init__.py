@@ -23,6 +23,7 @@ from manyheads.cli.lock import lock
 from manyheads.cli.merge import merge
 from manyheads.cli.merge_heads import merge_heads
 from manyheads.cli.multi import multi
+from manyheads.cli.prune import mask, prune
 from manyheads.cli.share import share
 from manyheads.cli.shrink import shrink
 
@@ -44,6 +45,8 @@ for name, function in (
     ("inspect", inspect),
     ("explain", explain),
     ("export", export),
+    ("prune", prune),
+    ("mask", mask),
     ("share", share),
     ("merge", merge),
     ("merge-heads", merge_heads),

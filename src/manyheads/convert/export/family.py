@@ -70,6 +70,12 @@ def _config(model: ManyheadsForCausalLM, layers: list[SeamAttention]) -> PreTrai
     if base is None:
         raise ExportError("this is our own decoder and of no family; use the format 'manyheads'")
     config: Any = copy.deepcopy(base)
+    if layers[0].heads != config.num_attention_heads:  # heads keep their width when some are gone
+        config.num_attention_heads, config.head_dim = layers[0].heads, layers[0].layout.qk_width
+        try:
+            type(config)(**config.to_dict())
+        except Exception as error:  # transformers raises whatever the checks of its fields raise
+            raise ExportError(f"a {config.model_type} does not take {layers[0].heads} heads: {error}") from None
     config.num_key_value_heads = layers[0].layout.kv
     if layers[0].heads != config.num_attention_heads:  # heads were merged or added: their width no longer follows
         config.num_attention_heads, config.head_dim = layers[0].heads, layers[0].layout.qk_width
