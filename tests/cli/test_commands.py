@@ -323,6 +323,14 @@ Source: x.""")
     ]  # fmt: skip
 
 
+def test_list_shows_families_that_are_adopted():
+    ran = run("list", "--families", "--json")
+    said = {(kind, each["attention"]): each["class"] for each in ran.json for kind in each["models"]}
+    assert said["gemma3_text", "model.layers.{}.self_attn"] == "ManyheadsForCausalLM"
+    assert said["whisper", "decoder.layers.{}.encoder_attn"] == "its own"
+    assert max(map(len, ran.out.splitlines()[:-1])) <= 80 and "transformer.h.{}.attn" in ran.out
+
+
 def test_list_shows_which_parts_go_together():
     ran = run("list", "--pairs", "--json")
     legal = {(each["first"], each["second"]): each["legal"] for each in ran.json}

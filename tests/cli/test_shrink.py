@@ -227,11 +227,20 @@ def test_a_truncated_safetensors_file(copy, nothing_loaded):
     assert f"{file} is truncated: its header promises" in judged(copy)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "no_such_family"])
+@pytest.mark.parametrize("kind", ["opt", "no_such_family"])
 def test_a_family_that_is_not_adopted(copy, nothing_loaded, kind):
     (copy / "config.json").write_text(json.dumps({"model_type": kind}))
     line = judged(copy)
-    assert f"models of type '{kind}' are not adopted (families known: llama, mistral, qwen2, qwen3)" in line
+    assert f"models of type '{kind}' are not adopted (families known: bert, camembert, deit, " in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("gpt2", "a gpt2 adds positions to its embeddings"), ("bert", "a bert is no causal language model")],
+)
+def test_a_family_that_is_adopted_and_not_converted(copy, nothing_loaded, kind, said):
+    (copy / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert said in judged(copy)
 
 
 def test_a_family_whose_layers_cannot_be_converted(copy, nothing_loaded):

@@ -17,10 +17,13 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -303,6 +306,11 @@ REFUSED = {
     "experts": (
         partial(latent, "gqa(kv_heads=2)", kind=MixtralConfig, num_local_experts=2), "layer 0: the mixtral .*experts",
     ),
+    "a fused feed-forward": (partial(adopted, Phi3Config, pad_token_id=0), "phi3 model lacks layers.0.mlp.gate_proj"),
+    "four norms": (
+        partial(adopted, Gemma2Config, head_dim=16, attn_logit_softcapping=None, layer_types=["full_attention"] * 2),
+        "the gemma2 model has layers.0.post_feedforward_layernorm.weight",
+    ),
     "LayerNorm": (partial(latent, "gqa(kv_heads=2)", kind=NemotronConfig), "the nemotron model .*LayerNorm"),
 }  # fmt: skip
 
@@ -355,6 +363,19 @@ def test_several_files(tmp_path, monkeypatch):
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model(tokens).logits - exported(tokens).logits).abs().max() < 1e-4
     assert report.bytes == sum(each.numel() * 4 for each in exported.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Phi3Config, {"pad_token_id": 0}), (Gemma2Config, {"head_dim": 10}), (GPT2Config, {})]
+)
+def test_the_stock_class_reads_what_was_cut_and_turned(tmp_path, kind, options):
+    """Tensors that a family fuses or transposes go back as they came."""
+    original = lively(AutoModelForCausalLM.from_config(kind(**BASE | options)))
+    before = {name: tensor.clone() for name, tensor in original.state_dict().items()}
+    report = FORMATS["family"](adopt(original), tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(report.folder)
+    assert report.loads_as == type(exported).__name__ == type(original).__name__
+    assert all(torch.equal(before[name], tensor) for name, tensor in exported.state_dict().items())
 
 
 def tokenizer():

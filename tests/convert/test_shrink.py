@@ -4,13 +4,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.convert.tiny import model, saved, tokens
+from tests.convert.tiny import VOCAB, model, saved, tokens
 from tests.oracles.reference import close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from manyheads.convert import resume
 from manyheads.convert import shrink as job
 from manyheads.convert import survey as surveys
+from manyheads.convert.adopt import adopted_config
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.moves.gqa import ToGQA
 from manyheads.convert.plan import Goal, make_goal, shape_of
@@ -24,7 +25,7 @@ from manyheads.stack import ManyheadsForCausalLM
 from manyheads.stack.seam import SeamAttention
 
 HEAL = LayerwiseHeal(steps=3)
-LAYERS, FAMILIES = 3, ["llama", "tied", "biased", "qwen2", "mistral"]
+LAYERS, FAMILIES = 3, ["llama", "tied", "biased", "qwen2", "mistral", "phi3", "gemma2"]
 
 
 def source(kind="llama", layers=LAYERS, **options):
@@ -59,7 +60,8 @@ def composed(layers, windows, folder):
             hidden = run(block, layers.config, hidden, record=False).after
     family = layers.model.model
     with torch.no_grad():
-        return family.lm_head(family.model.norm(hidden))
+        logits, cap = family.lm_head(family.model.norm(hidden)), getattr(family.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -75,7 +77,8 @@ def test_a_candidate_reloads_as_the_model_that_was_built(kind, tmp_path):
             logits = loaded(windows).logits
         close(logits, composed(layers, windows, folder), 1e-4)
         assert [str(spec) for spec in loaded.specs] == loaded.config.specs == [each.spec for each in lost]
-        assert ("window(" in loaded.config.specs[0]) == (kind == "mistral")
+        assert ("window(" in loaded.config.specs[0]) == (kind in ("mistral", "gemma2"))
+        assert ("softmax(cap=0.7)" in loaded.config.specs[1]) == (kind == "gemma2")
         assert loaded.config.notes["goal"]["name"] == goal.name
         assert [Damage(**each) for each in loaded.config.notes["damage"]] == lost
         assert len(lost) == LAYERS and all(0 < each.healed <= each.fitted for each in lost)
@@ -228,9 +231,9 @@ def test_qk_norm_is_refused_before_anything_moves(tmp_path):
         assert any(other.shape == tensor.shape and torch.equal(other, tensor) for other in after.values()), name
 
 
-@pytest.mark.parametrize("to", ["gqa", "auto"])
-def test_layers_with_qk_norm_are_pooled_and_keep_it(to, tmp_path):
-    layers = InMemory(source("qwen3"))
+@pytest.mark.parametrize(("kind", "to"), [("qwen3", "gqa"), ("qwen3", "auto"), ("gemma3", "gqa")])
+def test_layers_with_qk_norm_are_pooled_and_keep_it(kind, to, tmp_path):
+    layers = InMemory(source(kind))
     goal = goals(layers, ("50%", to))
     (lost,) = shrink(layers, tokens(), goal, tmp_path, heal=HEAL)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / goal[0].name).eval()
@@ -238,6 +241,33 @@ def test_layers_with_qk_norm_are_pooled_and_keep_it(to, tmp_path):
     assert to == "auto" or all("kv_heads=2" in each.spec for each in lost)
     with torch.no_grad():
         close(loaded(tokens()).logits, composed(layers, tokens(), tmp_path / goal[0].name), 1e-4)
+
+
+@pytest.mark.parametrize(("kind", "same"), [("gemma2", True), ("llama", False)])
+def test_behind_a_norm_a_layer_is_to_do_what_its_source_does(kind, same, tmp_path):
+    """Elsewhere it is also to make good what earlier layers lost."""
+    targets = []
+
+    class Seen(LayerwiseHeal):
+        def __call__(self, attention, x, target, *rest):
+            targets.append(target)
+            return super().__call__(attention, x, target, *rest)
+
+    layers = InMemory(source(kind))
+    shrink(layers, tokens(), goals(layers, ("50%", "gqa")), tmp_path, heal=Seen(steps=0), stretch=0, bfloat16=False)
+    hidden = layers.embed(tokens())
+    for index, target in enumerate(targets):
+        with layers.open(index) as block:
+            seen = run(block, layers.config, hidden)
+        hidden = seen.after
+        assert torch.allclose(target, seen.y, atol=1e-5) == (same or not index)
+    assert len(targets) == LAYERS
+
+
+def test_positions_that_come_with_the_embeddings_are_refused():
+    config = GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    with pytest.raises(OptionError, match="a gpt2 adds positions to its embeddings"):
+        shape_of(adopted_config(config))
 
 
 def test_a_merge_is_never_worse_than_pooling_in_any_layer(tmp_path):

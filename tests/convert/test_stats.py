@@ -20,7 +20,7 @@ def rotated(source, rows):
     return source._turn(rows.transpose(0, 1)[None], "q", Axis(len(rows), 0))[0]
 
 
-def derivatives(source, window, metric, size=None):
+def derivatives(source, window, metric, size=None, cap=None):
     """How R y moves with each score `[T, D, H, T, T]` and with each query head's own values `[T, D, H, T, v]`."""
     project = source.project
     q = rotated(source, project.q_proj(window).view(T, HEADS, WIDTH))
@@ -31,15 +31,19 @@ def derivatives(source, window, metric, size=None):
 
     def y(score_error, value_error):
         scores = q @ k.transpose(1, 2) * source.layout.scale + score_error
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         o = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ (v + value_error)
         return project.o_proj(o.transpose(0, 1).flatten(1)) @ metric.T
 
     return torch.autograd.functional.jacobian(y, (torch.zeros(HEADS, T, T).double(), torch.zeros_like(v)))
 
 
-@pytest.mark.parametrize(("spec", "size"), [(SPEC, None), (f"{SPEC} + window(3)", 3)])
+@pytest.mark.parametrize(
+    ("spec", "size", "cap"),
+    [(SPEC, None, None), (f"{SPEC} + window(3)", 3, None), (f"{SPEC} + softmax(cap=0.3)", None, 0.3)],
+)
 @pytest.mark.parametrize("plain", [True, False])
-def test_measure_is_its_definition(spec, size, plain):
+def test_measure_is_its_definition(spec, size, cap, plain):
     """Weights of errors in scores and values are squared derivatives of the layer's output, in the metric."""
     source, x = small(spec)
     metric = torch.eye(DIM).double() if plain else torch.randn(DIM, DIM).double()
@@ -48,7 +52,7 @@ def test_measure_is_its_definition(spec, size, plain):
     query, value = torch.zeros(HEADS, WIDTH, WIDTH).double(), torch.zeros(HEADS).double()
     distance, key_tokens, value_tokens = torch.zeros(HEADS, T).double(), [], []
     for window in x:
-        by_score, by_value = derivatives(source, window, metric, size)
+        by_score, by_value = derivatives(source, window, metric, size, cap)
         weight = by_score.pow(2).sum((0, 1))  # [H, T, T]
         share = by_value.pow(2).sum((0, 1, 4)) / felt.view(DIM, HEADS, WIDTH).pow(2).sum((0, 2))[:, None]  # Σ_i a_ij²
         q = source.project.q_proj(window).view(T, HEADS, WIDTH)

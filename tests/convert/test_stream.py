@@ -26,7 +26,7 @@ def flow(layers, windows):
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES, "phi3", "gemma2", "gemma3"])
 def test_disk_and_memory_are_the_same_source(kind, shard, tmp_path):
     made = model(kind)
     folder = saved(made, tmp_path, shard)

@@ -4,12 +4,24 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+import manyheads as mh
 from manyheads.convert.moves.gqa import ToGQA
 from manyheads.convert.moves.mla import ToMLA
 from manyheads.convert.stats import Pairs, measure
 from manyheads.core.cache import Cache
+from manyheads.inspect import measures
+from manyheads.inspect.measures import measure as measure_heads
 from manyheads.stack.seam import SeamAttention
 
 DIM, HEADS, WIDTH = 24, 4, 6
@@ -70,6 +82,7 @@ def whole(attention):
 
 MOVES = {"mla": whole, "gqa": lambda attention: ToGQA(attention.layout.kv)}
 
+GEMMA = {"sliding_window": 5, "head_dim": 8, "query_pre_attn_scalar": 5}
 KINDS = {
     "llama": (LlamaConfig, {}),
     "tied": (LlamaConfig, {"tie_word_embeddings": True}),
@@ -77,6 +90,9 @@ KINDS = {
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 8}),
     "mistral": (MistralConfig, {"sliding_window": 5}),
+    "phi3": (Phi3Config, {}),
+    "gemma2": (Gemma2Config, GEMMA | {"attn_logit_softcapping": 0.7}),
+    "gemma3": (Gemma3TextConfig, GEMMA | {"sliding_window_pattern": 2}),
 }
 VOCAB = 61
 
@@ -97,6 +113,32 @@ def model(kind="llama", layers=2, dtype=torch.float32, **options):
         elif "bias" in name:
             nn.init.normal_(parameter, std=0.3)
     return made
+
+
+def looks_alike(stock, adopted, given, outputs):
+    """What heads do, what measures say of it, and what a model gives without a head, of a stock model and adopted."""
+    seen = []
+    for one in (stock, adopted):
+        with torch.no_grad(), mh.capture(one, what=("weights", "out", "lse")) as tape:
+            one(**given)
+        seen.append(tape)
+    assert list(seen[0]) == list(seen[1])
+    for ours, theirs in zip(seen[1].values(), seen[0].values(), strict=True):
+        for what in ("weights", "out", "lse"):
+            torch.testing.assert_close(getattr(ours, what), getattr(theirs, what), atol=1e-4, rtol=1e-4)
+    last = list(seen[0])[-1]
+    with torch.no_grad():
+        before, taken = outputs(adopted, given), []
+        for one in (stock, adopted):
+            with mh.ablate(one, {last: [1]}):
+                taken.append(outputs(one, given))
+        after = outputs(adopted, given)
+    torch.testing.assert_close(taken[1], taken[0], atol=1e-5, rtol=1e-5)
+    for name, out in before.items():
+        assert torch.equal(after[name], out) and not torch.allclose(out, taken[1][name], atol=1e-4)
+    tables = [measure_heads(one, given, {"it": measures.entropy}, fewest=1)["it"] for one in (stock, adopted)]
+    for layer in tables[0]:
+        torch.testing.assert_close(tables[1][layer], tables[0][layer], atol=1e-5, rtol=1e-5)
 
 
 def tokens(windows=8, length=16, seed=1):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 from torch import Tensor
+from transformers import EncoderDecoderCache
 
 from manyheads.core.cache import Cache
 from manyheads.core.mask import Axis, Mask, causal
@@ -55,9 +56,12 @@ def check_cache(layer: Attention, cache: transformers.Cache, q: Axis, mask: Tens
     told = isinstance(mask, Tensor) and mask.ndim == 4
     if isinstance(cache, Cache):
         cache.site(layer.site.layer).check_states(layer.states, batch)
-    elif layer.site.cross:
-        raise ValueError(f"a {type(cache).__name__} would take the context anew each pass; use manyheads.Cache")
-    elif q.valid is not None and not told:
+    elif layer.site.cross and not isinstance(cache, EncoderDecoderCache):
+        raise ValueError(
+            f"a {type(cache).__name__} would take the context anew each pass; use manyheads.Cache, or an "
+            "EncoderDecoderCache"
+        )
+    elif q.valid is not None and not told and not layer.site.cross:
         raise ValueError(f"a {type(cache).__name__} forgets padding; give a 4-D mask, or use manyheads.Cache")
     if isinstance(cache, PrefixCache):
         if layer.whole is not None:

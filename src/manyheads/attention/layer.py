@@ -14,11 +14,12 @@ from typing import cast
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from manyheads.attention import arguments
 from manyheads.attention.arguments import stock_axis
 from manyheads.attention.prefixes import why_whole, with_shared
-from manyheads.core.cache import Cache, Entry, write_stock
+from manyheads.core.cache import Cache, Entry, read_stock, write_stock
 from manyheads.core.check import OptionError, check_share
 from manyheads.core.flow import Flow, Links, Rows, View, check_pass
 from manyheads.core.kernel import FEW_ROWS, Bias, Call, Out, Plan, attend, plan_call
@@ -167,7 +168,8 @@ class Attention(nn.Module):
             positions: int `[B or 1, T]`, or an `Axis` that says more; by default tokens count on from the cache.
             mask: bool, True = may attend: `[B, T]` marks tokens against padding and is combined with the causal
                 order; `[B or 1, H or 1, T, S]` is the whole truth. Or a `Mask`, used as it is.
-            cache: a `manyheads.Cache`, or a stock transformers cache; rows of x are added to it.
+            cache: a `manyheads.Cache`, or a stock transformers cache; rows of x are added to it. For cross-attention a
+                stock one is an `EncoderDecoderCache`, whose second cache keeps the rows of the context.
             context: `[B, S, D']`, the key side of cross-attention.
             links: collects auxiliary losses (`links.aux`) and carries rows between layers.
 
@@ -286,6 +288,8 @@ class Attention(nn.Module):
             if cache.site(layer).length != flow.new.length:
                 raise ValueError(f"the cache holds a context of {cache.site(layer).length}, not {flow.new.length}")
             return cache.site(layer).read(flow.new)
+        if self.site.cross and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(self.decoder_layer):
+            return self._context(read_stock(cache.cross_attention_cache, self.decoder_layer, self.entries), flow)
         rows = {name: row for piece in self.writing for name, row in piece.write(flow).items()}
         for piece in self.early_transforms:
             for name, entry in self.entries.items():
@@ -312,10 +316,26 @@ class Attention(nn.Module):
             raise ValueError(f"a {type(cache).__name__} has no room for the state {state!r}; use manyheads.Cache")
         if self.project.remembers:
             raise ValueError(f"a {type(cache).__name__} does not give earlier rows to new ones; use manyheads.Cache")
+        if self.site.cross and isinstance(cache, EncoderDecoderCache):
+            cache.is_updated[self.decoder_layer] = True
+            kept = write_stock(cache.cross_attention_cache, self.decoder_layer, rows, self.entries)
+            return self._context(kept, flow)
         first = cache.get_mask_sizes(flow.q.length, self.site.layer)[1]
         first = first.clone() if isinstance(first, Tensor) else first
         tensors = write_stock(cache, self.site.layer, rows, self.entries)
         return Rows(tensors, stock_axis(flow.q, first, next(iter(tensors.values())).shape[2]))
+
+    @property
+    def decoder_layer(self) -> int:
+        """Of a layer of cross-attention, which layer of its decoder it is in: where stock caches keep its context."""
+        return self.site.layer - self.site.layers
+
+    def _context(self, kept: dict[str, Tensor], flow: Flow) -> Rows:
+        """Rows of a context as a stock cache has them; a static one has room for more."""
+        length, rows = flow.new.length, next(iter(kept.values())).shape[2]
+        if rows < length:
+            raise ValueError(f"the cache holds a context of {rows}, not {length}")
+        return Rows({name: row[:, :, :length] for name, row in kept.items()}, flow.new)
 
     def _read(self, q: Tensor, flow: Flow, mask: Tensor | Mask | None) -> Call:
         """The attention problem, after transforms and rotation on the reading side, or with them on the queries."""

@@ -47,7 +47,7 @@ def inspect(
     said = ", ".join(file.name for file in text) if text else "Python's help topics"
     with Bars() as bars:
         lists = list(ordinals(loaded.tokenizer).values())
-        words = [loaded.tokenizer.decode([token]) for token in ids[0].tolist()]
+        words = [str(loaded.tokenizer.decode([token])) for token in ids[0].tolist()]
         found = atlas(
             loaded.model.eval(), ids, name=Path(name).name, text=said, progress=bars, ordinals=lists, words=words
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`manyheads list`: the parts that a spec may name, the feed-forwards of a stack, the methods of `shrink`."""
+"""`manyheads list`: parts that a spec may name, feed-forwards of a stack, methods of `shrink`, families adopted."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def list_parts(
     methods: Annotated[
         bool, typer.Option("--methods", help="Show what `shrink --to` takes (with a name: its options).")
     ] = False,
+    families: Annotated[bool, typer.Option("--families", help="Show which transformers models `adopt` knows.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -31,6 +32,9 @@ def list_parts(
 
     if methods:
         _methods(part, as_json)
+        return
+    if families:
+        _families(as_json)
         return
     presets, feeds = all_presets(), all_feeds()
     if pairs:
@@ -71,6 +75,23 @@ def _methods(name: str | None, as_json: bool) -> None:
     table(
         ["method", "paper", "what it does"], [[each["name"], each["paper"], each["what"]] for each in entries], left=3
     )
+    finish(entries, as_json)
+
+
+def _families(as_json: bool) -> None:
+    """The models whose attention can become ours, by their transformers type."""
+    from manyheads.convert.adopt import FAMILIES
+
+    entries = [
+        {
+            "models": [*family.model_types],
+            "attention": family.path,
+            "class": "its own" if family.keeps_class else "ManyheadsForCausalLM",
+        }
+        for family in FAMILIES
+    ]
+    rows = [[", ".join(each["models"]), each["attention"], each["class"]] for each in entries]
+    table(["model types", "attention layers at", "class once adopted"], rows, left=3)
     finish(entries, as_json)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manyheads.attention import Attention
+from manyheads.attention.grouped import Biases
 from manyheads.attention.project.directshare import DirectShare, DirectShareProject
 from manyheads.attention.project.gqa import GQA, GQAProject
 from manyheads.convert.adopt import adopt
@@ -140,8 +141,8 @@ def direct_share(model: PreTrainedModel, sharing: Sharing, *, output: bool = Tru
         gqa = next(part for part in old.spec.parts if isinstance(part, GQA))
         own = tuple(range(site.layer * sharing.heads, (site.layer + 1) * sharing.heads))
         part = DirectShare(
-            kv_heads=None if sharing.heads == old.layout.q else sharing.heads, head_dim=gqa.head_dim, bias=gqa.bias,
-            scale=gqa.scale, roots=None if roots == own else roots, output=output,
+            kv_heads=None if sharing.heads == old.layout.q else sharing.heads, head_dim=gqa.head_dim,
+            bias=cast(Biases, gqa.bias), scale=gqa.scale, roots=None if roots == own else roots, output=output,
         )  # fmt: skip
         spec = Spec(tuple(part if isinstance(other, GQA) else other for other in old.spec.parts))
         with torch.device("meta"):
@@ -206,6 +207,8 @@ def checked(model: ManyheadsForCausalLM) -> list[Attention]:
         gqa = next((part for part in layer.spec.parts if isinstance(part, GQA)), None)
         if gqa is None or layer.site.kv_source is not None or layer.layout.v_width != layer.layout.qk_width:
             raise OptionError(f"layer {index} is {layer.spec}; heads share weights in gqa, with keys of their own")
+        if gqa.bias == "qvo":
+            raise OptionError(f"layer {index} is {layer.spec}; heads that share have biases on q, k and v alike")
         shape = layer.dim, layer.layout.q, layer.layout.kv, layer.layout.qk_width, gqa.bias
         if shape != (first := first or shape):
             raise OptionError(f"layer {index} is {layer.spec}, layer 0 is {layers[0].spec}; heads of one size share")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from manyheads.attention import Attention
+from manyheads.attention.grouped import same_biases
 from manyheads.attention.project.gqa import GQA, GQAProject
 from manyheads.attention.project.masa import MASA, Combined, MASAProject
 from manyheads.convert.adopt import adopt
@@ -162,8 +163,8 @@ def masa(
             old = layers[at]
             gqa = next(part for part in old.spec.parts if isinstance(part, GQA))
             part = MASA(
-                kv_heads=_key_heads(old), head_dim=gqa.head_dim, bias=gqa.bias, scale=gqa.scale, atoms=size,
-                types=types, coeff="free", group=number, ranks=tuple(ranks.values()) if rank else (),
+                kv_heads=_key_heads(old), head_dim=gqa.head_dim, bias=same_biases(gqa.bias, "masa"), scale=gqa.scale,
+                atoms=size, types=types, coeff="free", group=number, ranks=tuple(ranks.values()) if rank else (),
             )  # fmt: skip
             spec = Spec(tuple(part if isinstance(other, GQA) else other for other in old.spec.parts))
             with torch.device("meta"):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from manyheads.convert.adopt import family_of
 from manyheads.convert.methods import Auto, Latent, Method, Move, Wide, read_method
 from manyheads.convert.stream import Layers
 from manyheads.core.part import OptionError, Site
@@ -240,6 +241,11 @@ def shape_of(source: Layers | ManyheadsConfig) -> Shape:
     config = source if isinstance(source, ManyheadsConfig) else source.config
     if config.base is None:
         raise OptionError("conversions start from an adopted model; this one is our own decoder")
+    if family_of(config.base).embeds_positions:
+        raise OptionError(
+            f"a {config.base.model_type} adds positions to its embeddings, which conversions, layer by layer, do not "
+            "follow; they take models whose attention rotates by position"
+        )
     for index, shared in enumerate(zip(config.kv_source, config.attn_source, strict=True)):
         if shared != (None, None):
             raise OptionError(f"layer {index} reads from another layer; conversions start from layers of their own")
@@ -251,7 +257,7 @@ def shape_of(source: Layers | ManyheadsConfig) -> Shape:
             raise OptionError(f"layer {index} is {spec}; conversions start from gqa")
         _, _, layout = spec.resolve(site).layouts(config.hidden_size, heads, site)[0]
         specs.append(spec)
-        width = config.hidden_size + ("qkv" in project[0].bias)  # type: ignore[attr-defined]
+        width = config.hidden_size + ("v" in project[0].bias)  # type: ignore[attr-defined]
         shapes.append(Shape(layout.kv, layout.qk_width, layout.v_width, width, len(config.specs)))
     return check_uniform(specs, shapes)
 

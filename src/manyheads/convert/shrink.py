@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from manyheads.convert.adopt import family_of
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import Retrieval, Shared, Tensorised
 from manyheads.convert.mohawk import Mohawk
@@ -140,6 +141,8 @@ def convert(
 ) -> list[Damage]:
     """One goal: fit, heal and write layer after layer. Goes on after the last layer that an earlier run finished."""
     config, count = layers.config, len(layers.config.specs)
+    assert config.base is not None
+    normed = family_of(config.base).norms_output
     folder = work / goal.name
     folder.mkdir(parents=True, exist_ok=True)
     done = _Done.read(folder)
@@ -153,17 +156,18 @@ def convert(
     for index in range(done.layers, count):
         with layers.open(index) as layer:
             seen = run(layer, config, source, text.positions, bfloat16=text.bfloat16)
-            stream = seen.before + seen.y
             given = run(layer, config, ours, text.positions, bfloat16=text.bfloat16)
             stats, felt = surveyed(work / "survey", index)
-            problem = (given.x, stream - ours, stream, felt, text.positions)
+            # Through a norm a layer cannot make good what earlier ones lost: it is to do what its source does.
+            stream, target = (seen.y, seen.y) if normed else (seen.before + seen.y, seen.before + seen.y - ours)
+            problem = (given.x, target, stream, felt, text.positions)
             own = (given.x, given.y, stream, felt, text.positions)
             attention = attention_of(layer, config)
             fitted = fit(index, attention, stats, own)
             put_attention(layer, config, fitted)
             if index in fit.readers:  # of rows that are given, nothing is healed
                 passed = run(layer, config, ours, text.positions, bfloat16=text.bfloat16, links=links)
-                before = after = _relative(passed.y, stream - ours)
+                before = after = _relative(passed.y, target)
             else:
                 before = heal.error(fitted, *problem)
                 if fit.recurrent(index, attention):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manyheads.attention import Attention
+from manyheads.attention.attend.softmax import Softmax
 from manyheads.attention.position.rope import Rope
 from manyheads.attention.project.gqa import GQAProject
 from manyheads.core.mask import Axis
@@ -104,6 +105,7 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
     positions = torch.arange(t).expand(n, -1) if positions is None else positions
     whole = Axis(t, 0, device=x.device)
     hidden = ~attention._mask(attention._flow(x[:1], whole, None, None, None, None), whole, whole, None).tile()[0, 0]
+    cap = next((part.cap for part in attention.spec.parts if isinstance(part, Softmax)), None)
     distance, value = x.new_zeros(layout.q, int(positions.max()) + 1), x.new_zeros(layout.q)
     query = x.new_zeros(layout.q, layout.qk_width, layout.qk_width)
     key_tokens, value_tokens = x.new_zeros(n, t), x.new_zeros(n, t)
@@ -127,6 +129,10 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
         for head in range(layout.q):  # one map at a time is in memory
             group = head // each
             scores = (turned_q[head] * scale) @ turned_k[group].T
+            slope = None
+            if cap is not None:
+                slope = scores.div_(cap).tanh_()
+                scores, slope = slope * cap, 1 - slope * slope
             a = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
             o = a @ v[group]
             v_size, o_size = ((u @ gram[head] * u).sum(-1) for u in (v[group], o))
@@ -135,6 +141,8 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
             value[head] += a.sum() / (n * t)
             value_tokens[row] += a.sum(0) / layout.q
             weight = a.mul_(size.clamp_min_(0))
+            if slope is not None:  # how much of a score's error a cap lets through
+                weight.mul_(slope.square_())
             felt = weight.sum(-1)
             query[head] += (q[head] * felt[:, None]).T @ q[head] / (n * t)
             key_tokens[row] += weight.sum(0) / layout.q

@@ -87,7 +87,7 @@ class OnDisk:
         if self.config.base is None:
             raise SourceError(f"{folder} is a decoder of our own; a family's model is read layer by layer")
         with torch.device("meta"):
-            self.skeleton = AutoModelForCausalLM.from_config(self.config.base, attn_implementation="sdpa")
+            self.skeleton = AutoModelForCausalLM.from_config(self.config.base, attn_implementation="eager")
         prefix = "model." if self.ours else ""
         self.where = {
             name.removeprefix(prefix): (file, name) for file, names in weight_files(folder).items() for name in names
@@ -105,7 +105,8 @@ class OnDisk:
         embedding = self.skeleton.get_input_embeddings()
         name = next(name for name, module in self.skeleton.named_modules() if module is embedding)
         table = self._read([f"{name}.weight"])[f"{name}.weight"]
-        return nn.functional.embedding(tokens, table).to(self.dtype)
+        scale = getattr(embedding, "scalar_embed_scale", 1.0)  # Gemma's embeddings are as large as its stream
+        return nn.functional.embedding(tokens, table).to(self.dtype) * scale
 
     @contextmanager
     def open(self, index: int) -> Iterator[nn.Module]:

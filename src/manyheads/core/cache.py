@@ -666,9 +666,20 @@ def write_stock(
     flat = torch.cat([row.transpose(1, 2).flatten(2) for row in rows.values()], -1)[:, None]
     cut = flat.shape[-1] - flat.shape[-1] // 2
     k, v = cache.update(flat[..., :cut].contiguous(), flat[..., cut:].contiguous(), site)
-    widths = [entries[name].heads * entries[name].width for name in rows]
-    parts = torch.cat([k, v], -1)[:, 0].split(widths, -1)
+    return _unpacked(k, v, {name: entries[name] for name in rows})
+
+
+def read_stock(cache: transformers.Cache, site: int, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """What `write_stock` has stored, by entry."""
+    layer: Any = cache.layers[site]
+    if len(entries) == 2 and len({entry.heads for entry in entries.values()}) == 1:
+        return dict(zip(entries, (layer.keys, layer.values), strict=True))
+    return _unpacked(layer.keys, layer.values, entries)
+
+
+def _unpacked(k: Tensor, v: Tensor, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    parts = torch.cat([k, v], -1)[:, 0].split([entry.heads * entry.width for entry in entries.values()], -1)
     return {
-        name: part.unflatten(-1, (entries[name].heads, -1)).transpose(1, 2)
-        for name, part in zip(rows, parts, strict=True)
+        name: part.unflatten(-1, (entry.heads, -1)).transpose(1, 2)
+        for (name, entry), part in zip(entries.items(), parts, strict=True)
     }

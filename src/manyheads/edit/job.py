@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from manyheads.bench.figures import LARGEST_DIFFERENCE, CheckError, examine
 from manyheads.bench.folders import check_folders, partial_folder
-from manyheads.bench.job import LARGEST_DIFFERENCE, CheckError, examine
 from manyheads.bench.timing import decoder, interleaved, machine
 from manyheads.convert.adopt import adopt
 from manyheads.convert.export.native import save as save_checkpoint

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from manyheads.attention import Attention
+from manyheads.attention.grouped import same_biases
 from manyheads.attention.project.dha import DHA
 from manyheads.attention.project.gqa import GQA
 from manyheads.attention.project.mla import MLA
@@ -105,7 +106,7 @@ def spec_of(layer: Attention, groups: Groups) -> Spec:
         assert isinstance(part, GQA | DHA)
         new = DHA(
             k_heads=max(groups.keys) + 1, v_heads=max(groups.values) + 1, k_map=groups.keys, v_map=groups.values,
-            head_dim=None if derived else layout.qk_width, bias=part.bias, scale=part.scale,
+            head_dim=None if derived else layout.qk_width, bias=same_biases(part.bias, "dha"), scale=part.scale,
         )  # fmt: skip
     return Spec(tuple(new if other is part else other for other in layer.spec.parts))
 

@@ -21,7 +21,7 @@ from manyheads.stack.config import ManyheadsConfig
 from manyheads.stack.decoder import Decoder
 from manyheads.stack.initialise import initialise, mark_started
 from manyheads.stack.residual import Residual, Route
-from manyheads.stack.seam import describe, share_links, swap_attention
+from manyheads.stack.seam import ask_for_masks, describe, share_links, swap_attention
 
 
 def build_body(config: ManyheadsConfig) -> PreTrainedModel:
@@ -33,15 +33,16 @@ def wrapped(config: ManyheadsConfig) -> PreTrainedModel:
     """A family's model with our attention; norms, feed-forwards and everything else stay the family's."""
     base = config.base
     assert base is not None
-    body = AutoModelForCausalLM.from_config(base, attn_implementation="sdpa", dtype=config.dtype)
+    body = AutoModelForCausalLM.from_config(base, attn_implementation="eager", dtype=config.dtype)
     made = swap_attention(
         body, config.attention_path, config.specs, config.hidden_size, config.heads, config.kv_source,
-        config.attn_source, getattr(base, "attention_dropout", 0.0),
+        config.attn_source, config.dropouts,
     )  # fmt: skip
     for module in (*made, body.bank):
         initialise(module, config.num_hidden_layers, getattr(base, "initializer_range", 0.02))
         mark_started(module)
-    share_links(body)
+    share_links(body.base_model)
+    ask_for_masks(body)
     return body
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from manyheads.core.check import check_whole
+from manyheads.core.check import check_share, check_whole
 from manyheads.core.spec import printed
 from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.loops import Turns
@@ -47,6 +47,9 @@ class ManyheadsConfig(PreTrainedConfig):
         kv_source: for each layer, None, or the earlier layer whose cached rows it reads; or a map (`stack.maps`), which
             is kept as a list. attn_source: likewise the earlier layer by whose attention weights it weighs its values.
         attention_path: where the model keeps its attention modules.
+        weight_dropout: probability of dropping an attention weight in training (default: what the model's config calls
+            `attention_dropout`). output_dropout: of a channel of an attention layer's output, where the family's own
+            attention module drops it and not the block around it.
         aux_weight: factor of the auxiliary losses' mean in the loss.
         notes: how the checkpoint came to be (source, budget, text, figures); not read by the model.
         kwargs: without a base, fields of our own decoder (see `OWN`: vocab_size, hidden_size, …), and what every
@@ -66,6 +69,8 @@ class ManyheadsConfig(PreTrainedConfig):
         kv_source: Map = None,
         attn_source: Map = None,
         attention_path: str | None = None,
+        weight_dropout: float | None = None,
+        output_dropout: float = 0.0,
         notes: dict[str, Any] | None = None,
         aux_weight: float = 0.01,
         **kwargs: Any,
@@ -107,10 +112,18 @@ class ManyheadsConfig(PreTrainedConfig):
         self.attention_path = attention_path or (
             "decoder.stack.blocks.{}.attention" if base is None else "model.layers.{}.self_attn"
         )
+        check_share(output_dropout=output_dropout, weight_dropout=0.0 if weight_dropout is None else weight_dropout)
+        self.weight_dropout, self.output_dropout = weight_dropout, output_dropout
         self.notes = dict(notes or {})
         self.aux_weight = aux_weight
         kwargs.setdefault("tie_word_embeddings", True)
         super().__init__(**kwargs)
+
+    @property
+    def dropouts(self) -> tuple[float, float]:
+        """Of attention weights, and of attention outputs."""
+        weights = self.weight_dropout
+        return getattr(self, "attention_dropout", 0.0) if weights is None else weights, self.output_dropout
 
     @property
     def turns(self) -> Turns:

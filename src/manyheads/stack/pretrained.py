@@ -51,7 +51,7 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
         config.get_text_config()._attn_implementation = "sdpa"
         config.dtype = model.dtype
         PreTrainedModel.__init__(wrapper, config)
-        share_links(model)
+        share_links(model.base_model)
         wrapper._wrap(model)
         wrapper.all_tied_weights_keys = wrapper.get_expanded_tied_weights_keys()
         wrapper.generation_config = model.generation_config

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from manyheads.attention import Attention
 from manyheads.core.cache import Cache
@@ -22,21 +23,26 @@ from manyheads.stack.sources import sites
 
 
 class SeamAttention(Attention):
-    """An `Attention` that a transformers decoder layer can call in place of its own.
+    """An `Attention` that a layer of a transformers model can call in place of its own.
 
-    Takes hidden states, a 4-D bool mask or None, position ids and a cache; returns `(y, None)`. `links` is shared by
-    the layers of a pass (see `share_links`); without it each layer describes its tokens anew.
+    Takes hidden states, a 4-D mask (bool, or added to the scores) or None, position ids and a cache; where it attends
+    to a context, `key_value_states` are that. Returns `(y, None)`. `links` is shared by the layers of a pass (see
+    `share_links`); without it each layer describes its tokens anew.
+
+    output_dropout: probability of dropping a channel of y in training, where the block around it does not.
     """
+
+    output_dropout = 0.0
 
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,
-        position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         cache: transformers.Cache | None = None,
         position_ids: Tensor | None = None,
         links: Links | None = None,
         past_key_values: transformers.Cache | None = None,
+        key_value_states: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         cache = past_key_values if cache is None else cache
@@ -45,11 +51,18 @@ class SeamAttention(Attention):
             raise ValueError(f"the mask has {attention_mask.ndim} dimensions; set the model's attention to 'sdpa'")
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             attention_mask = attention_mask >= 0
-        if "axis" not in links.memo:
-            links.memo["axis"] = describe(hidden_states, attention_mask, position_ids, cache, self.site.layer)
-        mask = None if merging(self) or isinstance(cache, PrefixCache) else attention_mask
-        y = super().forward(hidden_states, positions=links.memo["axis"], mask=mask, cache=cache, links=links)
-        return y, None
+        axis, mask = None, attention_mask
+        if not self.site.cross:
+            if isinstance(cache, EncoderDecoderCache):
+                cache = cache.self_attention_cache
+            if "axis" not in links.memo:
+                links.memo["axis"] = describe(hidden_states, attention_mask, position_ids, cache, self.site.layer)
+            axis = links.memo["axis"]
+            mask = None if merging(self) or isinstance(cache, PrefixCache) else attention_mask
+        y = super().forward(
+            hidden_states, positions=axis, mask=mask, cache=cache, context=key_value_states, links=links
+        )
+        return F.dropout(y, self.output_dropout, self.training), None
 
 
 def merging(attention: Attention) -> bool:
@@ -80,7 +93,7 @@ def describe(
     valid = segment = None
     if mask is not None:
         own = (past - first) + new
-        valid = mask[:, 0].gather(-1, own[..., None].expand(len(mask), -1, -1))[..., 0]
+        valid = mask[:, 0].expand(-1, t, -1).gather(-1, own[..., None].expand(len(mask), -1, -1))[..., 0]
         if cache is None and position_ids is not None:
             again = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1
             segment = (again & ~mask[:, 0].tril(-1).any(-1)).cumsum(-1)
@@ -89,9 +102,8 @@ def describe(
     return Axis(t, start, position_ids, time, segment, valid, device=x.device)
 
 
-def share_links(model: PreTrainedModel) -> None:
-    """Give every pass of a causal model one `Links`, reachable by all its layers; the caller may pass its own."""
-    inner = model.get_submodule(model.base_model_prefix)
+def share_links(inner: nn.Module) -> None:
+    """Give every pass of a module that runs layers in a row one `Links`, which all reach; a caller may pass its own."""
     if getattr(inner, "_shares_links", False):
         return
 
@@ -104,6 +116,13 @@ def share_links(model: PreTrainedModel) -> None:
 
     inner.register_forward_pre_hook(inject, with_kwargs=True)
     inner._shares_links = True  # type: ignore[assignment]
+
+
+def ask_for_masks(model: PreTrainedModel) -> None:
+    """Have a model make bool masks, or none where causal order says it all, whichever kernels its own attention has."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation = "sdpa"
 
 
 def attention_layers(model: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -123,11 +142,11 @@ def put_attention(model: nn.Module, path: str, made: Sequence[nn.Module]) -> Non
 
 def swap_attention(
     model: nn.Module, path: str, specs: Sequence[str | Spec], dim: int, heads: Sequence[int],
-    kv_source: Sequence[int | None], attn_source: Sequence[int | None], dropout: float = 0.0,
+    kv_source: Sequence[int | None], attn_source: Sequence[int | None], dropouts: tuple[float, float] = (0.0, 0.0),
 ) -> list[SeamAttention]:  # fmt: skip
     """Replace every attention module by one of ours with the layer's spec; weights are new. Returns the new modules.
 
-    What the layers share is owned by the model, as `model.bank`.
+    dropouts: of attention weights and of outputs. What the layers share is owned by the model, as `model.bank`.
     """
     olds = [old for _, _, old in attention_layers(model, path)]
     if not len(olds) == len(specs) == len(heads) == len(kv_source) == len(attn_source):
@@ -139,7 +158,8 @@ def swap_attention(
     for index, (old, site) in enumerate(zip(olds, sites(kv_source, attn_source, bank=bank), strict=True)):
         weight = next(old.parameters())
         with torch.device(weight.device):
-            new = SeamAttention(specs[index], dim, heads[index], site=site, dropout=dropout).to(weight.dtype)
+            new = SeamAttention(specs[index], dim, heads[index], site=site, dropout=dropouts[0]).to(weight.dtype)
+        new.output_dropout = dropouts[1]
         made.append(new.train(old.training))
         bank.to(weight.dtype)
     put_attention(model, path, made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyheads.attention.grouped import Biases, GQAProject, grouped_cost
+from manyheads.attention.grouped import GQAProject, SomeBiases, grouped_cost
 from manyheads.core.cost import Cost
 from manyheads.core.part import Heads, OptionError, Part, Site
 from manyheads.core.registry import register
@@ -22,9 +22,9 @@ class GQA(Part):
 
     Options: kv_heads (default: all heads). head_dim d: default D/H, free of it (Bhojanapalli et al. 2020, arXiv
     2002.07028, keep it fixed while H grows: scores of n tokens have rank d at most, and any attention pattern needs
-    d ≥ n - 1). v_dim: width of the values (default d). bias: which projections have one. scale (default d^-1/2). group:
-    how many query heads share a key head, in place of kv_heads: one line for layers of different head counts, which
-    then cache equally much (G d = D/group).
+    d ≥ n - 1). v_dim: width of the values (default d). bias: which projections have one. scale (default d^-1/2).
+    group: how many query heads share a key head, in place of kv_heads: one line for layers of different head counts,
+    which then cache equally much (G d = D/group).
 
     Source: Ainslie et al. 2023, arXiv 2305.13245.
     """
@@ -32,11 +32,11 @@ class GQA(Part):
     name: ClassVar[str] = "gqa"
     stage: ClassVar = "project"
     paper: ClassVar[str] = "arXiv 2305.13245"
-    examples: ClassVar = ({"kv_heads": 2}, {"head_dim": 8, "v_dim": 5, "bias": "qkvo"}, {"kv_heads": 1})
+    examples: ClassVar = ({"kv_heads": 2}, {"head_dim": 8, "v_dim": 5, "bias": "qkvo"}, {"kv_heads": 1, "bias": "qvo"})
 
     kv_heads: int | None = None
     head_dim: int | None = None
-    bias: Biases = "none"
+    bias: SomeBiases = "none"
     scale: float | None = None
     v_dim: int | None = None
     group: int | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from manyheads.convert.adopt.family import make
+from manyheads.convert.adopt.family import QK_NORMS, make
 from manyheads.convert.adopt.mistral import Mistral
 from manyheads.core.part import Part
 
@@ -19,7 +19,7 @@ class Qwen3(Mistral):
         return (make("qk-norm", eps=config.rms_norm_eps), *super().extra(config, layer))
 
     def names(self) -> dict[str, str]:
-        return {"transforms.0.q_gain": "q_norm.weight", "transforms.0.k_gain": "k_norm.weight"}
+        return QK_NORMS
 
 
 QWEN3 = Qwen3(("qwen3",))

@@ -70,14 +70,9 @@ def _config(model: ManyheadsForCausalLM, layers: list[SeamAttention]) -> PreTrai
     if base is None:
         raise ExportError("this is our own decoder and of no family; use the format 'manyheads'")
     config: Any = copy.deepcopy(base)
-    if layers[0].heads != config.num_attention_heads:  # heads keep their width when some are gone
-        config.num_attention_heads, config.head_dim = layers[0].heads, layers[0].layout.qk_width
-        try:
-            type(config)(**config.to_dict())
-        except Exception as error:  # transformers raises whatever the checks of its fields raise
-            raise ExportError(f"a {config.model_type} does not take {layers[0].heads} heads: {error}") from None
-    config.num_key_value_heads = layers[0].layout.kv
-    if layers[0].heads != config.num_attention_heads:  # heads were merged or added: their width no longer follows
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = layers[0].layout.kv
+    if layers[0].heads != config.num_attention_heads:  # heads keep their width when there are fewer or more
         config.num_attention_heads, config.head_dim = layers[0].heads, layers[0].layout.qk_width
         try:
             getattr(config, "validate_architecture", bool)()
@@ -105,12 +100,12 @@ def _tensors(
     model: ManyheadsForCausalLM, layers: list[SeamAttention], config: PreTrainedConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """The family's names; a tied head is left out."""
-    names, path = family_of(config).names(), model.config.attention_path
+    family, path = family_of(config), model.config.attention_path
     tied = getattr(model.model, "_tied_weights_keys", None) or {} if config.tie_word_embeddings else {}
     places = tuple(path.format(index) + "." for index in range(len(layers)))
     for name, tensor in model.model.state_dict().items():
         if name not in tied and not name.startswith((*places, "bank.")):
             yield name, tensor.detach().contiguous()
     for place, layer in zip(places, layers, strict=True):
-        for name, tensor in layer.state_dict().items():
-            yield place + names.get(name, name.removeprefix("project.")), tensor.detach().contiguous()
+        for name, tensor in family.tensors(layer.state_dict()).items():
+            yield place + name, tensor.detach().contiguous()

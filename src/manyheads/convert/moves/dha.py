@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from manyheads.attention.grouped import Biases
 from manyheads.attention.project.dha import DHA, DHAProject
 from manyheads.attention.project.gqa import GQA, GQAProject
 from manyheads.convert.moves.common import between, like, linear_rows, set_rows
@@ -55,6 +56,8 @@ class ToDHA:
             return f"heads are decoupled in gqa, not in {spec}"
         if gqa.v_dim not in (None, gqa.head_dim):
             return f"decoupled keys and values have one width, not those of {spec}"
+        if gqa.bias == "qvo":
+            return f"decoupled keys have biases where values have, those of {spec} have none"
         if self.fusion == "linear" and (name := between(spec)):
             return f"fusion=linear weighs errors of scores, which {name} hides; use fusion=mean"
         return None
@@ -205,7 +208,7 @@ def decoupled(
     counts = [max(of) + 1 for of in (key_groups, value_groups)]
     part = DHA(
         k_heads=counts[0], v_heads=counts[1], k_map=named[0], v_map=named[1], head_dim=gqa.head_dim,
-        bias=gqa.bias, scale=gqa.scale,
+        bias=cast(Biases, gqa.bias), scale=gqa.scale,
     )  # fmt: skip
     spec = Spec(tuple(part if isinstance(other, GQA) else other for other in attention.spec.parts))
     new = like(attention, spec)

@@ -113,7 +113,7 @@ class ToMLA:
     def ranks(self, attention: SeamAttention) -> tuple[int, ...]:
         """The rank of the joint latent, or of the key's and the value's; none above what loses nothing."""
         layout = attention.layout
-        biased = "qkv" in attention.spec.by_stage["project"][0].bias  # type: ignore[attr-defined]
+        biased = "v" in attention.spec.by_stage["project"][0].bias  # type: ignore[attr-defined]
         keys, values = layout.kv * layout.qk_width - 2 * len(self.turning), layout.kv * layout.v_width
         width = layout.dim + biased
         if self.how.latents == "joint":
@@ -135,8 +135,8 @@ class ToMLA:
             nope_dim=layout.qk_width,
             v_dim=layout.v_width,
             norm=False,
-            bias="qkv" in gqa.bias,  # type: ignore[attr-defined]
-            out_bias=gqa.bias in ("o", "qkvo"),  # type: ignore[attr-defined]
+            bias="v" in gqa.bias,  # type: ignore[attr-defined]
+            out_bias=gqa.bias in ("o", "qkvo", "qvo"),  # type: ignore[attr-defined]
             scale=layout.scale,
         )
         kept = tuple(int(pairs.index[pair]) for pair, _ in self.turning)

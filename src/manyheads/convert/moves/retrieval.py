@@ -24,6 +24,7 @@ from torch import Tensor
 
 from manyheads.attention.discrete import DiscreteHeads
 from manyheads.attention.gate.discrete_heads import DiscreteHeadsPart
+from manyheads.attention.grouped import same_biases
 from manyheads.attention.project.dha import DHA
 from manyheads.attention.project.discrete_ssm import DiscreteSSM
 from manyheads.attention.project.gqa import GQA, GQAProject
@@ -89,7 +90,7 @@ class ToRetrieval:
         if not left and read == tuple(index // each for index in range(len(read))):
             return dataclasses.replace(gqa, kv_heads=len(used), head_dim=width, v_dim=None, group=None)
         count = len(used)
-        return DHA(count, count, read, read, head_dim=width, bias=gqa.bias, scale=gqa.scale)
+        return DHA(count, count, read, read, head_dim=width, bias=same_biases(gqa.bias, "dha"), scale=gqa.scale)
 
     def __call__(self, attention: SeamAttention, stats: AttentionStats) -> SeamAttention:
         """The converted layer."""
