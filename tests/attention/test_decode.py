@@ -29,6 +29,8 @@ SHARE = {
     "gla": 0.63,  # a rotary key beside each block, copied into it
     "mlra": 0.76,  # the same
     "mhla": 0.63,  # the sums of its blocks, which hold a key and a value for every channel
+    "masa": 0.51,  # its weights, which are combinations made anew
+    "typed_mla": 1.07,  # its rows beside the kinds of their tokens
     "smha": 1.01,  # rows put back beside the heads that hold none of them
     "super-attention": 4.1,  # a row of its own for each pair of positions, and raw rows that each new value is made of
 }

@@ -28,7 +28,7 @@ def test_prune_writes_a_model_and_says_what_it_cost(tiny, how, tmp_path):
     assert after["kl"] > 0 and all(row["decode_ms"] > 0 for row in found["rows"])
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.config.heads == found["heads"] and loaded.config.notes["pruned"]["heads_out"]
-    assert all(len(line) <= 80 for line in ran.out.splitlines()[:-1]), ran.out
+    assert all(len(line) <= 80 for line in ran.out.splitlines()[:-1] if str(tmp_path) not in line), ran.out
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
     assert run("generate", tmp_path / "out", "Once", "--tokens", "4").code == 0
     again = run("eval", tmp_path / "out", "--evaluate", "2x48", "--json").json

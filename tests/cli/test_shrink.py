@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.cli.line import SMALL, refused, run, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from manyheads.bench import job
+from manyheads.bench import figures, job
 from manyheads.cli import output
 from manyheads.convert import survey as conversion
 
@@ -384,7 +384,7 @@ def test_resume_with_nothing_to_resume_starts(tiny, tmp_path):
 
 
 def test_a_cache_of_another_size_than_the_specs_say_is_an_error(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "kv_bytes", lambda cache: 1)
+    monkeypatch.setattr(figures, "kv_bytes", lambda cache: 1)
     assert "the cache of 64 tokens holds 1 bytes, where its specs say" in refused(
         "shrink", tiny, "--out", tmp_path / "o", *SMALL
     )
@@ -392,7 +392,7 @@ def test_a_cache_of_another_size_than_the_specs_say_is_an_error(tiny, tmp_path, 
 
 
 def test_decoding_that_differs_from_the_full_pass_is_an_error(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "decode_equals_forward", lambda model, tokens: 0.5)
+    monkeypatch.setattr(figures, "decode_equals_forward", lambda model, tokens: 0.5)
     line = refused("shrink", tiny, "--out", tmp_path / "o", *SMALL)
     assert "source: decoding with the cache differs from the full pass by 0.5" in line
 

@@ -85,7 +85,7 @@ def shell_of(layers: Layers) -> PreTrainedModel:
     base.num_hidden_layers = 0
     if getattr(base, "layer_types", None) is not None:
         base.layer_types = []
-    shell = AutoModelForCausalLM.from_config(base)
+    shell = AutoModelForCausalLM.from_config(base, attn_implementation="eager")
     shell.load_state_dict(dict(layers.rest()), strict=False, assign=True)
     shell.tie_weights()
     return shell.eval()
