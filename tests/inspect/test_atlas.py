@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import html
 import json
 import re
 import subprocess
@@ -90,6 +91,69 @@ def test_the_page_is_alive_in_a_browser(written, chromium):
         )  # fmt: skip
         assert done.stdout.count('class="plot-container') == len(SHOWN) + 1 + more, done.stderr[-2000:]
         assert ("layer 1, head 2</h2>" in done.stdout) == bool(more)
+
+
+DRIVEN = """<script>
+addEventListener("load", () => {
+  const click = (n) => document.querySelectorAll("#heads thead button")[n].click();
+  const rows = () => [...document.querySelectorAll("#heads tbody tr")].filter((row) => !row.hidden);
+  const column = (n) => rows().map((row) => row.cells[n].textContent);
+  const said = {};
+  click(2); said.down = column(2);
+  click(2); said.up = column(2);
+  click(0); said.order = column(0);
+  const filter = document.getElementById("filter");
+  filter.value = "1.";
+  filter.dispatchEvent(new Event("input"));
+  said.layer = column(0);
+  URL.createObjectURL = (blob) => {
+    blob.text().then((text) => {
+      const out = document.createElement("pre");
+      said.csv = text;
+      out.id = "said";
+      out.textContent = JSON.stringify(said);
+      document.body.append(out);
+    });
+    return "#";
+  };
+  document.getElementById("csv").click();
+});
+</script>"""
+
+
+@pytest.mark.browser
+def test_the_table_sorts_filters_and_downloads(written, chromium, tmp_path):
+    _, out = written
+    page = tmp_path / "driven.html"
+    page.write_text((out / "report.html").read_text() + DRIVEN)
+    done = subprocess.run(
+        [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom",
+         page.as_uri()], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.DOTALL)
+    said = json.loads(html.unescape(found[1]))
+    down = [float(x) for x in said["down"]]
+    assert down == sorted(down, reverse=True) and [float(x) for x in said["up"]] == down[::-1]
+    heads = said["order"]
+    assert heads == sorted(heads, key=float) and said["layer"] == [name for name in heads if name.startswith("1.")]
+    lines = said["csv"].splitlines()
+    assert len(lines) == 1 + len(heads) and lines[1].startswith('"0.0",')
+
+
+def test_two_models_side_by_side(tmp_path):
+    pytest.importorskip("plotly", reason="needs manyheads[report]")
+    tiny, other = save_tiny(tmp_path / "one"), save_tiny(tmp_path / "other", initializer_range=0.3)
+    text = tmp_path / "notes.txt"
+    text.write_text("Heads are small functions of the sequence. " * 40)
+    line = ["inspect", tiny, "--against", other, "--text", text, "--windows", "2x48", "--out", tmp_path / "o", "--json"]
+    ran = run(*line)
+    assert ran.code == 0, ran.err
+    found = json.loads((tmp_path / "o" / "result.json").read_text())
+    page = (tmp_path / "o" / "report.html").read_text()
+    drawn = json.loads(re.search(r'id="change-entropy-figure">(.*?)</script>', page)[1])["data"][0]["z"]
+    one, two = (each["measures"]["entropy"]["values"]["1"] for each in (found, found["against"]))
+    assert drawn[1] == pytest.approx([a - b for a, b in zip(one, two, strict=True)], abs=1e-5)
+    assert "Beside other" in page
 
 
 def test_a_click_shows_what_capture_shows(tmp_path):

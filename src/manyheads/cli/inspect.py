@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +25,9 @@ def inspect(
         list[Path] | None, typer.Option(metavar="FILE", help="Text instead of Python's help topics. Repeatable.")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for result.json and report.html.")] = Path("atlas"),
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Another model of the same vocabulary, to show it beside.")
+    ] = None,
     windows: Annotated[str, typer.Option(metavar="NxT", help="Look at N windows of T tokens.")] = "8x256",
     as_json: Json = False,
     debug: Debug = False,
@@ -33,6 +38,8 @@ def inspect(
     """
     count, length = sizes(windows)
     name = find(model)
+    beside = None if against is None else find(against)
+    from manyheads.bench.heal import check_vocabularies
     from manyheads.convert.source import SourceError, load_source
     from manyheads.convert.text import default_text, read_text
     from manyheads.convert.text import windows as cut
@@ -48,9 +55,12 @@ def inspect(
     with Bars() as bars:
         lists = list(ordinals(loaded.tokenizer).values())
         words = [str(loaded.tokenizer.decode([token])) for token in ids[0].tolist()]
-        found = atlas(
-            loaded.model.eval(), ids, name=Path(name).name, text=said, progress=bars, ordinals=lists, words=words
-        )  # fmt: skip
+        look = partial(atlas, ids=ids, text=said, progress=bars, ordinals=lists, words=words)
+        found = look(loaded.model.eval(), name=Path(name).name)
+        if beside is not None:
+            other = load_source(beside)
+            check_vocabularies(loaded, other)
+            found = replace(found, against=look(other.model.eval(), name=Path(beside).name))
     found = write_atlas(found, out.expanduser())
     for line in found.notes:
         note(line)

@@ -106,7 +106,10 @@ class Maps:
 
 @dataclass(frozen=True, eq=False)
 class Atlas:
-    """What is known of a model's heads. tables: by the name of a `Shown`; labels: roles by (layer, head)."""
+    """What is known of a model's heads. tables: by the name of a `Shown`; labels: roles by (layer, head).
+
+    against: of another model on the same text, which it is shown beside.
+    """
 
     model: str
     text: str
@@ -121,6 +124,7 @@ class Atlas:
     date: str
     machine: str
     maps: Maps | None = None
+    against: Atlas | None = None
     report: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -137,6 +141,7 @@ class Atlas:
             },
             "roles": [{"layer": n, "head": head, "roles": list(of)} for (n, head), of in sorted(self.labels.items())],
             "bottlenecks": self.bottlenecks, "notes": list(self.notes),
+            **({} if self.against is None else {"against": self.against.to_json()}),
         }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def write_report(found: Atlas, path: Path) -> Path:
         "legend": el("p", *(join([swatch(i), r.name, ": ", r.says, "\u2003"]) for i, r in enumerate(ROLES, 1))),
         "roles": _chart(found, "roles", "The role of each head, by layer and head. The table of heads names them."),
         "grids": join(_place(found, each) for each in shown),
+        "against": _against(found, shown),
         "map": _map_place(found),
         "table": _table(found, shown),
         "notes": el("ul", *(el("li", note) for note in found.notes)) if found.notes else Html(),
@@ -38,7 +39,47 @@ def write_report(found: Atlas, path: Path) -> Path:
                        class_="glossary"),
     }  # fmt: skip
     charts = {"roles": _roles(found), **{f"grid-{each.name}": _grid(found, each) for each in shown}}
+    if found.against is not None:
+        both = [each for each in shown if each.name in found.against.tables]
+        charts |= {f"change-{each.name}": _change(found, found.against, each) for each in both}
     return write_page(path, "atlas.html", title, texts, charts, _packed_maps(found), room="manyheads.inspect")
+
+
+def _against(found: Atlas, shown: list[Shown]) -> Html:
+    """What differs from another model, measure by measure."""
+    other = found.against
+    if other is None:
+        return Html()
+    both = [each for each in shown if each.name in other.tables]
+    says = f"{found.model} less {other.model}, on the same text; blank where either has no such head or no such number."
+    places = [
+        el("figure", el("h3", el("b", each.title), " ", el("small", each.unit)),
+           _chart(found, f"change-{each.name}", f"Change of {each.title} of each head, by layer, in {each.unit}."))
+        for each in both
+    ]  # fmt: skip
+    return el(
+        "section", el("h2", f"Beside {other.model}", id_="against-title"), el("p", says),
+        el("div", *places, class_="grid"), aria_labelledby="against-title",
+    )  # fmt: skip
+
+
+def _change(found: Atlas, other: Atlas, shown: Shown) -> dict[str, Any]:
+    """A grid of differences, zero in the middle of the colours."""
+    most = max(found.heads.values())
+    values = [
+        [None if a is None or b is None else float(f"{a - b:.6g}") for a, b in zip(*rows, strict=True)]
+        for layer in found.heads
+        for rows in [[_row(each.tables[shown.name], layer, most)[:most] for each in (found, other)]]
+        for rows in [[row + [None] * (most - len(row)) for row in rows]]
+    ]
+    top = max((abs(x) for row in values for x in row if x is not None), default=0.0) or 1.0
+    title = label_of(f"change of {shown.title}")
+    trace = {
+        "z": values, "colorscale": "RdBu", "zmin": -top, "zmax": top,
+        "colorbar": {"thickness": 8, "outlinewidth": 0, "tickfont": {"size": 11}},
+        "hovertemplate": f"%{{customdata}}<br>{title}: %{{z:+.{max(2, shown.digits)}f}}<extra></extra>",
+    }  # fmt: skip
+    return _heatmap(found, trace)
 
 
 def _map_place(found: Atlas) -> Html:
