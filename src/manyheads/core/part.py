@@ -57,6 +57,7 @@ FACTS = {
     "query lengths": "how long a query is counts",
     "key lengths": "how long a key is counts",
     "head sizes": "how large a head's output is counts",
+    "plain outputs": "head outputs meet one matrix, a slice for each",
     "positive": "no channel of a query or a key is negative",
     "own queries": "the layer makes queries",
     "values alone": "values are rows of their own, which a layer can cache without keys and weigh by any weights",
@@ -180,7 +181,7 @@ class Site(_Site):
             {"cached heads", "token keys", "one map", "alike heads", "softmax", "steady"}
             | {"one rotation", "own tokens", "paired heads", "plain scores", "still values", "token queries"}
             | {"scores", "bare scores", "final rows", "adjacent keys", "formed keys"}
-            | {"query lengths", "key lengths", "head sizes"}
+            | {"query lengths", "key lengths", "head sizes", "plain outputs"}
             | ({"own rows"} if self.kv_source is None and self.attn_source is None else set())
             | ({"own queries"} if self.attn_source is None else set())
             | ({"causal"} if self.causal else set())

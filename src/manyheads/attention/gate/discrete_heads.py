@@ -44,7 +44,7 @@ class DiscreteHeadsPart(Part):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"causal", "self", "own tokens", "token queries"})
+        return frozenset({"causal", "self", "own tokens", "token queries", "plain outputs"})
 
     @property
     def breaks(self) -> frozenset[str]:

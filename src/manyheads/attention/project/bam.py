@@ -53,6 +53,10 @@ class BAM(Part):
         return frozenset({"head keys"})
 
     @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"plain outputs"})
+
+    @property
     def keeps(self) -> frozenset[str]:
         return frozenset({"one map"})
 

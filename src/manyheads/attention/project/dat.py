@@ -77,7 +77,7 @@ class DAT(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"one map", "paired heads"})  # a relational head also reads through α ∘ r
+        return frozenset({"one map", "paired heads", "plain outputs"})  # a relational head also reads through α ∘ r
 
     @property
     def keeps(self) -> frozenset[str]:

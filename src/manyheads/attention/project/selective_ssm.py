@@ -61,7 +61,7 @@ class SelectiveSSMPart(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return SCORELESS
+        return SCORELESS | {"plain outputs"}
 
     @property
     def hint(self) -> Mapping[str, str]:

@@ -73,7 +73,7 @@ class SMHA(Part):
 
     @property
     def breaks(self) -> frozenset[str]:
-        return frozenset({"alike heads"})
+        return frozenset({"alike heads", "plain outputs"})
 
     @property
     def keeps(self) -> frozenset[str]:

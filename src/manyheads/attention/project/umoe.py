@@ -80,6 +80,10 @@ class UMoE(Part):
         return frozenset({"head keys"})
 
     @property
+    def breaks(self) -> frozenset[str]:
+        return frozenset({"plain outputs"})
+
+    @property
     def keeps(self) -> frozenset[str]:
         return frozenset({"alike heads", "one map"})
 
