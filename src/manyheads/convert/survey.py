@@ -116,9 +116,15 @@ def looked_up(folder: Path, pairs: int) -> Importance:
 
 def turning_damage(folder: Path, count: int) -> Tensor:
     """What stopping each rotary component would cost, summed over layers: all layers keep the same ones."""
-    damages = [load_file(folder / f"{index}.safetensors").get("damage") for index in range(count)]
+    damages = [_damage_of(folder / f"{index}.safetensors") for index in range(count)]
     known = [damage for damage in damages if damage is not None]
     return torch.stack(known).sum(0) if known else torch.zeros(0)
+
+
+def _damage_of(file: Path) -> Tensor | None:
+    """A copy: a tensor of a file keeps all of it mapped."""
+    damage = load_file(file).get("damage")
+    return None if damage is None else damage.clone()
 
 
 def save(tensors: dict[str, Tensor], file: Path) -> None:
