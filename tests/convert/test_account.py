@@ -33,6 +33,12 @@ def test_stages_at_full_rank_add_nothing(kind, tmp_path):
     assert account(layers, windows, Goal("gqa-all", "gqa", 64, 2, 0), tmp_path)["merge"] == got["source"]
 
 
+def test_more_windows_than_go_together(tmp_path):
+    made, windows = model(), tokens(windows=20)
+    got = account(InMemory(made), windows, Goal("gqa-all", "gqa", 64, 2, 0), tmp_path)
+    assert got["source"] == pytest.approx(loss(model(), windows), abs=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 @pytest.mark.parametrize(("to", "stages"), [("mla", ["source", "rope", "rank"]), ("gqa", ["source", "merge"])])
 def test_the_last_stages_are_the_converted_model(kind, to, stages, tmp_path):

@@ -8,13 +8,14 @@ import torch
 from tests.convert.tiny import model, saved, tokens
 from transformers import AutoModelForCausalLM
 
-from manyheads.convert.account import loss_of
 from manyheads.convert.methods import read_method
 from manyheads.convert.plan import BudgetError, make_goal, shape_of
-from manyheads.convert.planner import Costs, Option, Plan, Prices, between_ranks, spend, unseen_windows, with_readers
+from manyheads.convert.planner import Plan, spend, unseen_windows, with_readers
+from manyheads.convert.prices import Costs, Option, Prices, between_ranks
 from manyheads.convert.shrink import refuse, shrink
 from manyheads.convert.stream import InMemory, OnDisk
 from manyheads.convert.survey import Calibration
+from manyheads.convert.verify import quality
 from manyheads.core.part import OptionError
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -108,7 +109,7 @@ def test_what_was_tried_is_what_is_written(planned, tmp_path):
     said = {each["name"]: each["loss"] for each in plan.tried}[plan.method or "mixed"]
     windows = tokens()
     some = unseen_windows(Calibration(windows, torch.arange(windows.shape[1]).expand_as(windows)))
-    assert loss_of(loaded, windows[some]) == pytest.approx(said, rel=0.1)  # there, half of the windows have jumps
+    assert quality(loaded, windows[some]).nll == pytest.approx(said, rel=0.1)  # there, half of the windows have jumps
 
 
 def with_a_dead_layer():
@@ -169,6 +170,12 @@ def test_a_model_on_disk_is_planned_layer_by_layer(tmp_path):
     shrink(disk, tokens(), [goal], tmp_path / "job")
     plan = Plan.load(tmp_path / "job" / "auto-50.plan.json")
     assert all(each["loss"] > 0 and each["kl"] >= 0 for each in plan.tried)
+
+
+def test_many_short_windows_are_tried_as_few_long_ones_are(tmp_path):
+    layers = InMemory(model(layers=2))
+    shrink(layers, tokens(windows=40), [goal_of(layers)], tmp_path)
+    assert len(Plan.load(tmp_path / "auto-50.plan.json").tried) > 2
 
 
 def test_what_no_plan_reaches_is_refused_at_once():

@@ -27,7 +27,7 @@ from manyheads.bench.healed import on_device, save_healed
 from manyheads.bench.report import write_report
 from manyheads.bench.streamed import measure_streamed
 from manyheads.bench.timing import machine
-from manyheads.convert.account import account, loss_of
+from manyheads.convert.account import account
 from manyheads.convert.adopt import FAMILIES, adopted_config, family_of
 from manyheads.convert.corpus import FileWindows, Text
 from manyheads.convert.distil import Distil, check, distil
@@ -39,6 +39,7 @@ from manyheads.convert.shrink import refuse, shrink
 from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, open_source, read_config, weight_files
 from manyheads.convert.stream import InMemory, OnDisk
 from manyheads.convert.text import Texts, default_text, fitting, read_text, second_text, split, windows
+from manyheads.convert.verify import quality
 from manyheads.stack.pretrained import ManyheadsConfig
 
 Progress = Callable[[str, int, int], object]
@@ -340,7 +341,7 @@ def _stages(layers: InMemory, tokens: Tensor, goal: Goal, work: Path, clock: _Cl
         return None
     last = {"heal": work / goal.name, "distil": work / HEALED / goal.name}
     losses = account(layers, tokens, goal, work, progress=clock)
-    losses |= {name: loss_of(load_source(folder).model, tokens) for name, folder in last.items() if folder.exists()}
+    losses |= {name: quality(load_source(folder).model, tokens).nll for name, folder in last.items() if folder.exists()}
     return {name: loss for name, loss in losses.items() if name != "source"}
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from torch import Tensor
 
 from manyheads.bench.figures import CACHED, LARGEST_DIFFERENCE, CheckError, said, told
 from manyheads.bench.timing import PeakMemory
-from manyheads.convert.account import shell_of
+from manyheads.convert.account import has_run, shell_of
 from manyheads.convert.plan import Goal
 from manyheads.convert.shrink import Damage
 from manyheads.convert.stream import Layers, OnDisk, attention_of, batches, run
@@ -28,25 +26,6 @@ from manyheads.stack.seam import SeamAttention
 
 Progress = Callable[[str, int, int], object]
 UNSEEN = "Nothing is generated from a model that is read layer by layer."
-
-
-class HasRun(nn.Module):
-    """A model whose layers have run already on some windows: it answers for these alone.
-
-    shell: what turns last hidden states into logits. hidden: of each window `[N, T]`, `[N, T, D]`.
-    """
-
-    def __init__(self, shell: PreTrainedModel, windows: Tensor, hidden: Tensor) -> None:
-        super().__init__()
-        self.shell, self.windows, self.hidden = shell, windows, hidden
-        self.config, self.device = shell.config, shell.device
-
-    def get_output_embeddings(self) -> nn.Module:
-        return cast(nn.Module, self.shell.get_output_embeddings())
-
-    def forward(self, tokens: Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
-        row = int((self.windows == tokens).all(-1).nonzero()[0])
-        return self.shell(inputs_embeds=self.hidden[row : row + 1], use_cache=use_cache)
 
 
 @torch.no_grad()
@@ -62,7 +41,7 @@ def measure_streamed(
     def row(name: str, layers: OnDisk) -> dict[str, Any]:
         with PeakMemory() as peak:
             hidden, floats = through(layers, texts, lambda *step: clock(f"measure {name}", *step))
-            models = [cast(PreTrainedModel, HasRun(shell, *each)) for each in zip(texts, hidden, strict=True)]
+            models = [has_run(shell, *each) for each in zip(texts, hidden, strict=True)]
             if not reference:
                 reference.append(Reference(models[0], evaluation))
             found: Quality = quality(models[0], evaluation, reference[0])

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from manyheads.convert.moves.common import Move
 from manyheads.convert.moves.mla import ToMLA
 from manyheads.convert.moves.of_goal import moves_of
 from manyheads.convert.plan import Goal
 from manyheads.convert.stats import AttentionStats
-from manyheads.convert.stream import BATCH, Layers, attention_of, put_attention, run
+from manyheads.convert.stream import Layers, attention_of, put_attention, run
 from manyheads.convert.survey import Calibration, Progress, survey, surveyed, turning_damage
+from manyheads.convert.verify import quality
 from manyheads.core.part import OptionError
 from manyheads.stack.seam import SeamAttention
 
@@ -73,9 +73,9 @@ def account(
                 hidden[name] = run(layer, layers.config, before, record=False).after
         progress("account", index + 1, count)
     shell = shell_of(layers)
-    losses = {name: loss_of(shell, tokens, last) for name, last in hidden.items()}
+    losses = {name: quality(has_run(shell, tokens, last), tokens).nll for name, last in hidden.items()}
     if healed is not None:
-        losses["healed"] = loss_of(healed, tokens)
+        losses["healed"] = quality(healed, tokens).nll
     return losses
 
 
@@ -91,14 +91,25 @@ def shell_of(layers: Layers) -> PreTrainedModel:
     return shell.eval()
 
 
-@torch.no_grad()
-def loss_of(model: nn.Module, tokens: Tensor, hidden: Tensor | None = None) -> float:
-    """Nats a token on windows `[N, T]`; with their last hidden states, of what turns these into logits."""
-    inputs: Sequence[tuple[str, Tensor]] = [("input_ids", t) for t in tokens.split(8)]
-    if hidden is not None:
-        inputs = [("inputs_embeds", h) for h in hidden.split(BATCH)]
-    total = 0.0
-    for (name, part), labels in zip(inputs, tokens.split(8), strict=True):
-        logits: Any = model(**{name: part}, use_cache=False).logits
-        total += F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum").item()
-    return total / tokens[:, 1:].numel()
+class HasRun(nn.Module):
+    """A model whose layers have run already on some windows: it answers for these alone.
+
+    shell: what turns last hidden states into logits (see `shell_of`). hidden: of each window `[N, T]`, `[N, T, D]`.
+    """
+
+    def __init__(self, shell: PreTrainedModel, windows: Tensor, hidden: Tensor) -> None:
+        super().__init__()
+        self.shell, self.windows, self.hidden = shell, windows, hidden
+        self.config, self.device = shell.config, shell.device
+
+    def get_output_embeddings(self) -> nn.Module:
+        return cast(nn.Module, self.shell.get_output_embeddings())
+
+    def forward(self, tokens: Tensor, use_cache: bool = False) -> CausalLMOutputWithPast:
+        row = int((self.windows == tokens).all(-1).nonzero()[0])
+        return self.shell(inputs_embeds=self.hidden[row : row + 1], use_cache=use_cache)
+
+
+def has_run(shell: PreTrainedModel, windows: Tensor, hidden: Tensor) -> PreTrainedModel:
+    """The same, for those who ask for a model."""
+    return cast(PreTrainedModel, HasRun(shell, windows, hidden))

@@ -27,7 +27,8 @@ from manyheads.convert.mohawk import Mohawk
 from manyheads.convert.moves.mla import choose
 from manyheads.convert.moves.of_goal import best, every_move, moves_of, shares
 from manyheads.convert.plan import Goal
-from manyheads.convert.planner import become, check_plan, make_plan
+from manyheads.convert.planner import become, make_plan
+from manyheads.convert.prices import check_plan
 from manyheads.convert.resume import check_resume, write_text
 from manyheads.convert.share import check_shared, shrink_shared
 from manyheads.convert.stats import AttentionStats
