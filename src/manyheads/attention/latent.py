@@ -158,6 +158,14 @@ def latent_widths(
     return rank, nope, rope, v
 
 
+def latent_layout(heads: Heads, nope: int, rope: int, v: int, scale: float | None = None) -> Heads:
+    """Heads that read a latent: keys of nope channels that stand still and rope that turn, values of v."""
+    width = nope + rope
+    factor = width**-0.5 if scale is None else scale
+    turns = slice(nope, width) if rope else None
+    return Heads(heads.dim, heads.q, heads.q, width, v, heads.q, v, factor, turns, slice(0, nope))
+
+
 def latent_cost(
     widths: tuple[int, int, int, int], after: Heads, site: Site, q_rank: int, gains: int, bias: bool, out_bias: bool,
     packing: Packing | None = None,

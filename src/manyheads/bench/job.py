@@ -282,26 +282,40 @@ class Tried:
         cls, source: Source, own: str | None, files: Sequence[str], calibration: tuple[int, int],
         evaluation: tuple[int, int],
     ) -> Tried:  # fmt: skip
-        if source.tokenizer is None:
-            raise SourceError(f"{source.name} has no tokenizer, so no text can be read with it")
-        notes: list[str] = []
-        limit = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
-        (c, c_length), (e, e_length) = (fitting(cut, limit, notes) for cut in (calibration, evaluation))
-        cut = Texts.from_text(
-            source.tokenizer, own or default_text(), calibration_windows=c, calibration_length=c_length,
-            evaluation_windows=e, evaluation_length=e_length,
-        )  # fmt: skip
+        cut, text, notes = cut_texts(source, own, files, calibration, evaluation)
+        tokenizer, (count, length) = source.reader(), cut.evaluation.shape
         second = None
         if own is None:
-            second = windows(source.tokenizer, second_text(), count=min(SECOND, e), length=e_length)
-        name = "Python's help topics" if own is None else ", ".join(files)
-        text = {
-            "calibration": f"{name}, first 80 %: {c} windows of {c_length} tokens",
-            "evaluation": f"{name}, last 20 %: {e} windows of {e_length} tokens",
+            second = windows(tokenizer, second_text(), count=min(SECOND, count), length=length)
+        told = {
+            **text,
             "second": None if second is None else "docstrings of the standard library",
             "tokens_calibration": cut.calibration.numel(), "tokens_evaluation": cut.evaluation.numel(),
         }  # fmt: skip
-        return cls(source.tokenizer, cut.calibration, cut.evaluation, second, text, notes)
+        return cls(tokenizer, cut.calibration, cut.evaluation, second, told, notes)
+
+
+def cut_texts(
+    source: Source, own: str | None, files: Sequence[str], calibration: tuple[int, int], evaluation: tuple[int, int]
+) -> tuple[Texts, dict[str, str], list[str]]:
+    """The windows that a model is calibrated and evaluated on, what they are of, and notes.
+
+    Args:
+        own: text of `files`, instead of Python's help topics. calibration, evaluation: (windows, tokens in each).
+    """
+    tokenizer, notes = source.reader(), list[str]()
+    limit = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
+    (c, c_length), (e, e_length) = (fitting(cut, limit, notes) for cut in (calibration, evaluation))
+    cut = Texts.from_text(
+        tokenizer, own or default_text(), calibration_windows=c, calibration_length=c_length,
+        evaluation_windows=e, evaluation_length=e_length,
+    )  # fmt: skip
+    name = "Python's help topics" if own is None else ", ".join(files)
+    told = {
+        "calibration": f"{name}, first 80 %: {c} windows of {c_length} tokens",
+        "evaluation": f"{name}, last 20 %: {e} windows of {e_length} tokens",
+    }
+    return cut, told, notes
 
 
 def _within(contexts: Sequence[int], config: ManyheadsConfig, notes: list[str]) -> tuple[int, ...]:

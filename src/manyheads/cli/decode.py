@@ -51,7 +51,7 @@ def train(
     from transformers.utils import logging
 
     from manyheads.convert.adopt import adopt
-    from manyheads.convert.source import SourceError, load_source
+    from manyheads.convert.source import load_source
     from manyheads.convert.text import default_text, read_text
     from manyheads.decode.distil import Distillation
     from manyheads.decode.distil import train as distil
@@ -62,11 +62,10 @@ def train(
         lr=lr, seed=seed,
     )  # fmt: skip
     source = load_source(name)
-    if source.tokenizer is None:
-        raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
+    tokenizer = source.reader(name)
     begun = read_text(text) if text else default_text()
     with Bars() as bars:
-        made = distil(adopt(source.model), begun, out, how, tokenizer=source.tokenizer, name=source.name, progress=bars)
+        made = distil(adopt(source.model), begun, out, how, tokenizer=tokenizer, name=source.name, progress=bars)
     shown = [0, 1, 2]
     rows = [
         [f"{head + 2} ahead", *(number(float(made.odds[head, : choice + 1].sum()), 3) for choice in shown)]

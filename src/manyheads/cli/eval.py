@@ -35,16 +35,14 @@ def evaluate(
     name = find(model)
     from manyheads.bench.figures import examine
     from manyheads.convert.adopt import AdoptError, adopt
-    from manyheads.convert.source import SourceError, load_source
+    from manyheads.convert.source import load_source
     from manyheads.convert.text import default_text, read_text, split, windows
     from manyheads.convert.verify import Reference
 
     own = read_text(text) if text else None
     loaded = load_source(name)
     source = None if against is None else load_source(find(against))
-    tokenizer = loaded.tokenizer or (source.tokenizer if source else None)
-    if tokenizer is None:
-        raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
+    tokenizer = loaded.tokenizer or (source.tokenizer if source else None) or loaded.reader(name)
     tokens = windows(tokenizer, split(own or default_text())[1], count=count, length=length)
     with Bars() as bars:
         reference = None

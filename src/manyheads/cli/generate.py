@@ -101,12 +101,10 @@ def generate(
 
 def _load(model: str) -> tuple[str, Any, Any]:
     name = find(model)
-    from manyheads.convert.source import SourceError, load_source
+    from manyheads.convert.source import load_source
 
     source = load_source(name)
-    if source.tokenizer is None:
-        raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
-    return name, source, source.tokenizer
+    return name, source, source.reader(name)
 
 
 def _drafted(draft: str, source: Any, ids: Any, prompt: str, tokens: int, **sampling: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def inspect(
     name = find(model)
     beside = None if against is None else find(against)
     from manyheads.bench.heal import check_vocabularies
-    from manyheads.convert.source import SourceError, load_source
+    from manyheads.convert.source import load_source
     from manyheads.convert.text import default_text, read_text
     from manyheads.convert.text import windows as cut
     from manyheads.inspect.atlas import atlas, write_atlas
@@ -48,13 +48,12 @@ def inspect(
 
     own = read_text(text) if text else None
     loaded = load_source(name)
-    if loaded.tokenizer is None:
-        raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
-    ids = cut(loaded.tokenizer, own or default_text(), count=count, length=length)
+    tokenizer = loaded.reader(name)
+    ids = cut(tokenizer, own or default_text(), count=count, length=length)
     said = ", ".join(file.name for file in text) if text else "Python's help topics"
     with Bars() as bars:
-        lists = list(ordinals(loaded.tokenizer).values())
-        words = [str(loaded.tokenizer.decode([token])) for token in ids[0].tolist()]
+        lists = list(ordinals(tokenizer).values())
+        words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
         look = partial(atlas, ids=ids, text=said, progress=bars, ordinals=lists, words=words)
         found = look(loaded.model.eval(), name=Path(name).name)
         if beside is not None:

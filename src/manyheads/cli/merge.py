@@ -44,7 +44,7 @@ def merge(
 
     from manyheads.convert.adopt import adopt
     from manyheads.convert.export import new_folder, save_plainly
-    from manyheads.convert.source import SourceError, load_source
+    from manyheads.convert.source import load_source
     from manyheads.convert.text import Texts, default_text, read_text
     from manyheads.convert.verify import quality
     from manyheads.convert.zipit import Matching, check, zip_models
@@ -55,9 +55,7 @@ def merge(
     sources = [load_source(name) for name in names]
     ours = [adopt(source.model) for source in sources]
     check(ours, until)
-    tokenizer = sources[0].tokenizer
-    if tokenizer is None:
-        raise SourceError(f"{names[0]} has no tokenizer, so no text can be read with it")
+    tokenizer = sources[0].reader(names[0])
     cut = Texts.from_text(
         tokenizer, read_text(text) if text else default_text(), calibration_windows=c, calibration_length=c_length,
         evaluation_windows=e, evaluation_length=e_length,

@@ -74,7 +74,7 @@ def merge_heads(
 
     from manyheads.convert.adopt import adopt
     from manyheads.convert.export import save_plainly
-    from manyheads.convert.source import SourceError, load_source
+    from manyheads.convert.source import load_source
     from manyheads.convert.text import Texts, default_text, read_text
     from manyheads.convert.verify import quality
     from manyheads.edit import alike_heads
@@ -82,11 +82,10 @@ def merge_heads(
 
     logging.disable_progress_bar()
     source = load_source(name)
-    if source.tokenizer is None:
-        raise SourceError(f"{name} has no tokenizer, so no text can be read with it")
+    tokenizer = source.reader(name)
     ours = adopt(source.model)
     cut = Texts.from_text(
-        source.tokenizer, read_text(text) if text else default_text(), calibration_windows=c,
+        tokenizer, read_text(text) if text else default_text(), calibration_windows=c,
         calibration_length=c_length, evaluation_windows=e, evaluation_length=e_length,
     )  # fmt: skip
     with Bars() as bars:
@@ -99,7 +98,7 @@ def merge_heads(
         merged = merge(ours, clusters, cut.calibration, how=how.value)
         bars("merge", 1, 1)
         after = figures(ours) | {"perplexity": quality(ours, cut.evaluation).perplexity}
-    report = save_plainly(ours, out, tokenizer=source.tokenizer)
+    report = save_plainly(ours, out, tokenizer=tokenizer)
     table(
         ["layer", "key heads" if how is How.dha else "heads", "left", "error of\nmeans", "error"],
         [

@@ -29,6 +29,7 @@ from manyheads.attention import Attention
 from manyheads.attention.grouped import Biases
 from manyheads.attention.project.directshare import DirectShare, DirectShareProject
 from manyheads.attention.project.gqa import GQA, GQAProject
+from manyheads.attention.project.masa import MASA
 from manyheads.convert.adopt import adopt
 from manyheads.core.linear import quicken
 from manyheads.core.part import OptionError
@@ -176,15 +177,20 @@ def _fill(group: nn.Module, layer: Attention, rows: Mapping[str, Tensor], at: in
             linear.bias = nn.Parameter(bias.unflatten(0, (layer.layout.kv, -1))[at].clone())
 
 
+def plain_gqa(layer: SeamAttention, part: DirectShare | MASA) -> SeamAttention:
+    """A `gqa` layer at the place of one that shares weights, with as many heads of the same size; weights are new."""
+    gqa = GQA(kv_heads=part.kv_heads, head_dim=part.head_dim, bias=part.bias, scale=part.scale)
+    spec = Spec(tuple(gqa if other is part else other for other in layer.spec.parts))
+    return SeamAttention(spec, layer.dim, layer.heads, site=layer.site, dropout=layer.dropout).eval()
+
+
 @torch.no_grad()
 def as_gqa(layer: SeamAttention) -> SeamAttention:
     """A `directshare` layer as the `gqa` that computes the same, its weights written out; others as they are."""
     part = next((part for part in layer.spec.parts if isinstance(part, DirectShare)), None)
     if part is None:
         return layer
-    gqa = GQA(kv_heads=part.kv_heads, head_dim=part.head_dim, bias=part.bias, scale=part.scale)
-    spec = Spec(tuple(gqa if other is part else other for other in layer.spec.parts))
-    new = SeamAttention(spec, layer.dim, layer.heads, site=layer.site, dropout=layer.dropout).eval()
+    new = plain_gqa(layer, part)
     new.to(next(cast(DirectShareProject, layer.project).groups[0].parameters()))  # it may have no weights of its own
     shared, made = cast(DirectShareProject, layer.project), cast(GQAProject, new.project)
     state = {name: tensor for name, tensor in layer.state_dict().items() if not name.startswith("project.group")}

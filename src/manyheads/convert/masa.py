@@ -29,7 +29,7 @@ from manyheads.attention.grouped import same_biases
 from manyheads.attention.project.gqa import GQA, GQAProject
 from manyheads.attention.project.masa import MASA, Combined, MASAProject
 from manyheads.convert.adopt import adopt
-from manyheads.convert.directshare import checked
+from manyheads.convert.directshare import checked, plain_gqa
 from manyheads.convert.stats import power
 from manyheads.core.linear import quicken
 from manyheads.core.part import OptionError
@@ -269,9 +269,7 @@ def as_gqa(layer: SeamAttention) -> SeamAttention:
     part = next((part for part in layer.spec.parts if isinstance(part, MASA)), None)
     if part is None:
         return layer
-    gqa = GQA(kv_heads=part.kv_heads, head_dim=part.head_dim, bias=part.bias, scale=part.scale)
-    spec = Spec(tuple(gqa if other is part else other for other in layer.spec.parts))
-    new = SeamAttention(spec, layer.dim, layer.heads, site=layer.site, dropout=layer.dropout).eval()
+    new = plain_gqa(layer, part)
     combined = cast(MASAProject, layer.project).combined
     new.to(next(iter(combined.values())).dictionary)
     wanted = new.state_dict()

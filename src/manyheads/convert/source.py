@@ -44,6 +44,16 @@ class Source:
     name: str
     folder: Path | None = None
 
+    def reader(self, name: str | Path | None = None) -> PreTrainedTokenizerBase:
+        """The tokenizer, where text has to be read.
+
+        Raises:
+            SourceError: there is none; it names the model as it was asked for.
+        """
+        if self.tokenizer is None:
+            raise SourceError(f"{name or self.name} has no tokenizer, so no text can be read with it")
+        return self.tokenizer
+
 
 def load_source(name: str | Path, *, dtype: torch.dtype = torch.float32) -> Source:
     """Load a causal language model and its tokenizer.

@@ -10,7 +10,7 @@ from torch import nn
 
 from manyheads.attention import Attention
 from manyheads.edit.slices import EditError, Groups, Kept, groups_of
-from manyheads.inspect.layers import check_heads, chosen
+from manyheads.inspect.ablate import chosen_heads
 
 Regroup = Literal["refuse", "repeat", "map"]
 """What becomes of groups that no longer have equally many query heads: see `keep_of`."""
@@ -84,12 +84,8 @@ def named(model: nn.Module, heads: Heads) -> dict[int, list[int]]:
     Raises:
         ValueError: naming the layer or head, and what there is.
     """
-    if not isinstance(heads, Mapping) or not heads:
-        raise ValueError(f"heads are given by layer, such as {{3: [0, 2]}}, not {heads!r}")
     found: dict[int, list[int]] = {}
-    for number, of in heads.items():
-        layer = chosen(model, number)[0]
-        picked = check_heads(layer, [of] if isinstance(of, int) else list(of))
+    for layer, picked in chosen_heads(model, heads):
         found[layer.number] = sorted({*found.get(layer.number, []), *picked})
     return dict(sorted(found.items()))
 

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 
 from manyheads.bench.figures import LARGEST_DIFFERENCE, CheckError, examine
 from manyheads.bench.folders import check_folders, partial_folder
+from manyheads.bench.job import cut_texts
 from manyheads.bench.timing import decoder, interleaved, machine
 from manyheads.convert.adopt import adopt
 from manyheads.convert.export.native import save as save_checkpoint
 from manyheads.convert.resume import ResumeError, check_resume, write_text
-from manyheads.convert.source import Source, SourceError, load_source
-from manyheads.convert.text import Texts, default_text, fitting, read_text
+from manyheads.convert.source import Source, load_source
+from manyheads.convert.text import Texts, read_text
 from manyheads.convert.verify import Quality, Reference, decode_equals_forward, quality
 from manyheads.edit.groups import Heads, Regroup, named
 from manyheads.edit.mask import load_heads, mask, save_heads, write_heads
@@ -170,22 +171,10 @@ def _opened(
     model: str | Path, texts: Sequence[str | Path], calibration: tuple[int, int], evaluation: tuple[int, int]
 ) -> tuple[Source, Texts, dict[str, str], list[str]]:
     """The model, its text in windows, what the text is, and notes."""
-    own = read_text([Path(text).expanduser() for text in texts]) if texts else default_text()
-    source, notes = load_source(model), list[str]()
-    if source.tokenizer is None:
-        raise SourceError(f"{model} has no tokenizer, so no text can be read with it")
-    limit = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
-    (c, c_length), (e, e_length) = (fitting(cut, limit, notes) for cut in (calibration, evaluation))
-    cut = Texts.from_text(
-        source.tokenizer, own, calibration_windows=c, calibration_length=c_length, evaluation_windows=e,
-        evaluation_length=e_length,
-    )  # fmt: skip
-    name = ", ".join(Path(text).name for text in texts) or "Python's help topics"
-    told = {
-        "calibration": f"{name}, first 80 %: {c} windows of {c_length} tokens",
-        "evaluation": f"{name}, last 20 %: {e} windows of {e_length} tokens",
-    }
-    return source, cut, told, notes
+    own = read_text([Path(text).expanduser() for text in texts]) if texts else None
+    source = load_source(model)
+    source.reader(model)
+    return source, *cut_texts(source, own, [Path(text).name for text in texts], calibration, evaluation)
 
 
 def _row(

@@ -15,10 +15,11 @@ from manyheads.attention import Attention
 from manyheads.attention.project.gqa import GQA, GQAProject
 from manyheads.convert.adopt import adopt
 from manyheads.convert.moves.common import Layer, like, linear_rows, set_rows
-from manyheads.convert.stream import BATCH
+from manyheads.convert.stream import batches
 from manyheads.core.linear import quicken
 from manyheads.core.part import OptionError
 from manyheads.core.spec import Spec
+from manyheads.edit.slices import resized
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 from manyheads.stack.seam import put_attention
 
@@ -56,10 +57,7 @@ def gqa_of(spec: Spec) -> GQA:
 def spec_of(layer: Attention, rows: Rows, scale: float | None = None) -> Spec:
     """The layer's spec with the numbers of these heads. scale: of scores, where it is not that of their width."""
     (heads, width, _), kv, v = rows.q.shape, len(rows.k), rows.v.shape[1]
-    part = replace(
-        gqa_of(layer.spec), kv_heads=None if kv == heads else kv, group=None,
-        head_dim=None if width * heads == layer.dim else width, v_dim=None if v == width else v, scale=scale,
-    )  # fmt: skip
+    part = replace(resized(gqa_of(layer.spec), layer.dim, heads, kv, width, v), scale=scale)
     return Spec(tuple(part if isinstance(other, GQA) else other for other in layer.spec.parts))
 
 
@@ -142,18 +140,13 @@ def inputs_of(model: ManyheadsForCausalLM, layers: Iterable[int], tokens: Tensor
     ]
     try:
         with measuring(model):
-            for batch in tokens.split(max(1, BATCH // tokens.shape[1])):
+            for batch in batches(tokens):
                 model(batch.to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:
             handle.remove()
     wide = torch.promote_types(model.dtype, torch.float32)
     return {number: torch.cat(parts).to(wide) for number, parts in seen.items()}
-
-
-def batches(x: Tensor) -> tuple[Tensor, ...]:
-    """Windows `[N, T, D]`, as many as go through a layer together."""
-    return x.split(max(1, BATCH // x.shape[1]))
 
 
 def relative_error(layer: Attention, source: Attention, x: Tensor) -> float:

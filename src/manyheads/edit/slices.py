@@ -88,27 +88,31 @@ def spec_of(layer: Attention, groups: Groups) -> Spec:
         EditError: no projection has such groups.
     """
     part, heads, layout = projection(layer.spec), len(groups.keys), layer.layout
-    derived = layout.qk_width * heads == layer.dim
     if isinstance(part, MLA):
         rank, nope, rope, v = part.widths(Heads.start(layer.dim, layer.heads))
         new: Part = dataclasses.replace(part, rank=rank, nope_dim=nope, rope_dim=rope, v_dim=v)
     elif groups.even is not None:
         given = GQA(bias=part.bias, scale=part.scale) if isinstance(part, DHA) else part
         assert isinstance(given, GQA)
-        new = dataclasses.replace(
-            given, group=None, kv_heads=None if groups.even == heads else groups.even,
-            head_dim=None if derived else layout.qk_width,
-            v_dim=None if layout.v_width == layout.qk_width else layout.v_width,
-        )  # fmt: skip
+        new = resized(given, layer.dim, heads, groups.even, layout.qk_width, layout.v_width)
     else:
         if layout.v_width != layout.qk_width:
             raise EditError(f"{layer.spec}: heads in uneven groups (dha) have keys and values of one width")
         assert isinstance(part, GQA | DHA)
         new = DHA(
             k_heads=max(groups.keys) + 1, v_heads=max(groups.values) + 1, k_map=groups.keys, v_map=groups.values,
-            head_dim=None if derived else layout.qk_width, bias=same_biases(part.bias, "dha"), scale=part.scale,
+            head_dim=None if layout.qk_width * heads == layer.dim else layout.qk_width,
+            bias=same_biases(part.bias, "dha"), scale=part.scale,
         )  # fmt: skip
     return Spec(tuple(new if other is part else other for other in layer.spec.parts))
+
+
+def resized(part: GQA, dim: int, heads: int, keys: int, width: int, v: int) -> GQA:
+    """A projection with other heads: their numbers, and what of their widths does not follow."""
+    return dataclasses.replace(
+        part, group=None, kv_heads=None if keys == heads else keys, head_dim=None if width * heads == dim else width,
+        v_dim=None if v == width else v,
+    )  # fmt: skip
 
 
 def take(tensor: Tensor, axis: int, heads: int, picked: Sequence[int]) -> Tensor:

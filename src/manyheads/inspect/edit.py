@@ -120,10 +120,9 @@ def check_maps(layers: Sequence[Layer]) -> None:
         ValueError: one has none, or maps of other heads than those of outputs.
     """
     for layer in layers:
-        if layer.none:
-            raise ValueError(f"{layer.name} has no weights: {layer.none}")
-        if layer.heads != layer.queries:
-            raise ValueError(f"{layer.name} has {layer.queries} score heads for {layer.heads} outputs")
+        if layer.none or layer.heads != layer.queries:
+            why = layer.none or f"{layer.queries} score heads for {layer.heads} outputs"
+            raise ValueError(f"{layer.name} has no weights of its own for each head: {why}")
 
 
 class Editing(Tap):

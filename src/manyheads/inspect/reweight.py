@@ -19,7 +19,7 @@ from manyheads.core.mask import Axis, Rule, cols_of
 from manyheads.core.part import Program
 from manyheads.core.tap import Tap
 from manyheads.inspect.ablate import Heads, chosen_heads
-from manyheads.inspect.edit import check_one_map, standing_by
+from manyheads.inspect.edit import check_maps, check_one_map, flags, standing_by
 from manyheads.inspect.layers import Layer
 
 
@@ -36,7 +36,7 @@ class Between:
 
 
 Change = Callable[[Call, Call, Tensor], Call]
-"""Of a layer's problem, the one that its parts make of it, and which heads are meant, bool `[1, H, 1, 1]`."""
+"""Of a layer's problem, the one that its parts make of it, and which heads are meant, bool `[H, 1, 1]`."""
 
 
 class _OfHeads(Tap):
@@ -45,18 +45,14 @@ class _OfHeads(Tap):
 
     def ask(self, call: Call, flow: Flow | None) -> Call:
         one = check_one_map(self.layer, call, flow, "that could be changed")
-        marked = torch.zeros(1, self.layer.queries, 1, 1, dtype=torch.bool, device=call.q.device)
-        marked[:, self.heads] = True
-        return self.change(call, one, marked)
+        return self.change(call, one, flags(self.heads, self.layer.queries, call.q.device))
 
 
 @contextmanager
 def _changed(model: nn.Module, heads: Heads, change: Change, *, softmax: bool = False) -> Iterator[None]:
     some = chosen_heads(model, heads)
+    check_maps([layer for layer, _ in some])
     for layer, _ in some:
-        if layer.none or layer.heads != layer.queries:
-            why = layer.none or f"{layer.queries} score heads for {layer.heads} outputs"
-            raise ValueError(f"{layer.name} has no weights of its own for each head: {why}")
         module = layer.module
         if softmax and isinstance(module, Attention) and any(isinstance(piece, Program) for piece in module.attends):
             raise ValueError(f"{layer.name}: its weights are not the softmax of its scores alone")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from manyheads.attention.latent import views_of
+from manyheads.attention.latent import latent_layout, views_of
 from manyheads.attention.latent_blocks import BlockLatentProject, block_cost, block_widths
 from manyheads.core.cost import Cost
 from manyheads.core.part import Heads, Part, Site
@@ -70,9 +70,7 @@ class GLA(Part):
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         _, nope, rope, v, _ = self.widths(heads)
-        width = nope + rope
-        turns = slice(nope, width) if rope else None
-        return Heads(heads.dim, heads.q, heads.q, width, v, heads.q, v, width**-0.5, turns, slice(0, nope))
+        return latent_layout(heads, nope, rope, v)
 
     def build(self, before: Heads, after: Heads, site: Site) -> BlockLatentProject:
         rank, nope, rope, _, q_rank = self.widths(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from manyheads.attention.latent import LatentProject, latent_cost, latent_widths, views_of
+from manyheads.attention.latent import LatentProject, latent_cost, latent_layout, latent_widths, views_of
 from manyheads.core.check import check_whole
 from manyheads.core.cost import Cost
 from manyheads.core.packing import Packing
@@ -90,10 +90,7 @@ class MLA(Part):
         check_whole(0, q_rank=self.q_rank)
         _, nope, rope, v = self.widths(heads)
         self.packing(heads)
-        width = nope + rope
-        scale = width**-0.5 if self.scale is None else self.scale
-        turns = slice(nope, width) if rope else None
-        return Heads(heads.dim, heads.q, heads.q, width, v, heads.q, v, scale, turns, slice(0, nope))
+        return latent_layout(heads, nope, rope, v, self.scale)
 
     def build(self, before: Heads, after: Heads, site: Site) -> LatentProject:
         rank, nope, rope, _ = self.widths(before)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from manyheads.attention.latent import views_of
+from manyheads.attention.latent import latent_layout, views_of
 from manyheads.attention.latent_blocks import BlockLatentProject, block_cost, block_widths
 from manyheads.core.cost import Cost
 from manyheads.core.part import Heads, Part, Site
@@ -77,12 +77,8 @@ class MLRA(Part):
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         _, nope, rope, v, _ = self.widths(heads)
-        width = nope + rope
-        turns = slice(nope, width) if rope else None
-        kv = self.branches * heads.q
-        return Heads(
-            heads.dim, heads.q, kv, width, v, heads.q, v, width**-0.5, turns, slice(0, nope), grouped=self.branches == 1
-        )  # fmt: skip
+        one = latent_layout(heads, nope, rope, v)
+        return one._replace(kv=self.branches * heads.q, grouped=self.branches == 1)
 
     def build(self, before: Heads, after: Heads, site: Site) -> BlockLatentProject:
         rank, nope, rope, _, q_rank = self.widths(before)

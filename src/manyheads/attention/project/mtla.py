@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from manyheads.attention.latent import LatentProject, latent_cost, latent_widths, views_of
+from manyheads.attention.latent import LatentProject, latent_cost, latent_layout, latent_widths, views_of
 from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost
 from manyheads.core.flow import Flow
@@ -76,9 +76,7 @@ class MTLA(Part):
             raise OptionError(f"mtla: stride={self.stride} tokens a slot; at least 1")
         if rank < 4:
             raise OptionError(f"mtla: rank={rank} leaves the gate's maps no width; at least 4")
-        width = nope + rope
-        turns = slice(nope, width) if rope else None
-        return Heads(heads.dim, heads.q, heads.q, width, v, heads.q, v, width**-0.5, turns, slice(0, nope))
+        return latent_layout(heads, nope, rope, v)
 
     def build(self, before: Heads, after: Heads, site: Site) -> MTLAProject:
         rank, nope, rope, _ = self.widths(before)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyheads.attention.latent import LatentProject, latent_cost, latent_widths, views_of
+from manyheads.attention.latent import LatentProject, latent_cost, latent_layout, latent_widths, views_of
 from manyheads.core.cache import Entry
 from manyheads.core.check import check_whole
 from manyheads.core.cost import Cost, windows
@@ -73,10 +73,7 @@ class TypedMLA(Part):
     def layout(self, heads: Heads, site: Site) -> Heads:
         check_whole(kinds=self.kinds)
         _, nope, rope, v = self.widths(heads)
-        width = nope + rope
-        scale = width**-0.5 if self.scale is None else self.scale
-        turns = slice(nope, width) if rope else None
-        return Heads(heads.dim, heads.q, heads.q, width, v, heads.q, v, scale, turns, slice(0, nope))
+        return latent_layout(heads, nope, rope, v, self.scale)
 
     def build(self, before: Heads, after: Heads, site: Site) -> TypedLatentProject:
         return TypedLatentProject(self, self.widths(before), after, site)

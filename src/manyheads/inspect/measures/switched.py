@@ -17,7 +17,7 @@ from manyheads.core.flow import Flow
 from manyheads.core.kernel import Call
 from manyheads.core.tap import Tap
 from manyheads.inspect.ablate import Heads, Inputs, channels_of, chosen_heads, run, steer
-from manyheads.inspect.edit import check_one_map, standing_by
+from manyheads.inspect.edit import check_maps, check_one_map, standing_by
 from manyheads.inspect.layers import Layer, chosen
 from manyheads.inspect.measures.table import HeadTable
 from manyheads.inspect.stream import head_of
@@ -61,10 +61,8 @@ def switched_off(model: nn.Module, heads: Heads, how: Off = "even", factor: floa
     if how not in ("even", "mean"):
         raise ValueError(f"how={how!r}; heads are switched off by even, scale or mean")
     some = chosen_heads(model, heads)
-    for layer, _ in some:
-        if how == "even" and (layer.none or layer.heads != layer.queries):
-            why = layer.none or f"{layer.queries} score heads for {layer.heads} outputs"
-            raise ValueError(f"{layer.name} has no weights of its own for each head: {why}")
+    if how == "even":
+        check_maps([layer for layer, _ in some])
 
     def make(layer: Layer) -> Tap:
         picked = next(of for each, of in some if each is layer)
