@@ -80,14 +80,7 @@ class Attention(nn.Module):
             nn.ModuleList(pieces[stage])
             for stage in ("tokens", "transform", "position", "select", "scan", "attend", "gate")
         )
-        keep = None if self.project.remembers else self.layout.keep
-        self.entries = {
-            name: entry._replace(keep=None)
-            if keep is None or entry.stride > 1
-            else entry._replace(keep=keep, first=self.layout.first)
-            for piece in self._pieces()
-            for name, entry in piece.entries.items()
-        }
+        self.entries = {name: self._kept(entry) for piece in self._pieces() for name, entry in piece.entries.items()}
         self.states = {name: state for piece in self._pieces() for name, state in piece.states.items()}
         if dropout and self.scan is not None:
             raise OptionError(f"dropout={dropout} drops attention weights, and {self.spec} has a scan in their place")
@@ -97,6 +90,15 @@ class Attention(nn.Module):
     def scan(self) -> Scan | None:
         """What reads a state in place of keys, if anything does: a part of that stage, or the projection itself."""
         return next((piece for piece in (self.project, *self.scans) if isinstance(piece, Scan)), None)
+
+    def _kept(self, entry: Entry) -> Entry:
+        """An entry with the number of rows that the layout keeps of it."""
+        keep = self.layout.keep
+        if entry.role == "k" and self.layout.keep_keys is not None:
+            keep = self.layout.keep_keys
+        if keep is None or self.project.remembers or entry.stride > 1:
+            return entry._replace(keep=None)
+        return entry._replace(keep=keep, first=self.layout.first)
 
     def _place(self) -> None:
         """Decide which transforms run before the cache, and on which side of it rotation happens."""

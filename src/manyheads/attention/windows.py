@@ -60,6 +60,16 @@ class First:
         return self.beside(q, k) | cols_of(k.position < self.count)
 
 
+@dataclass(frozen=True)
+class After:
+    """The rule of all other tokens of a document, those behind its first `count`."""
+
+    count: int
+
+    def __call__(self, q: Axis, k: Axis) -> Tensor:
+        return cols_of(k.position >= self.count)
+
+
 def keep_newest(heads: Heads, site: Site, window: int, first: int = 0) -> Heads:
     """The layout when nobody looks back over more than `window` tokens, its own included, but at the `first` ones."""
     newest = max(window - 1, 1)

@@ -412,10 +412,8 @@ def similarity(model: ManyheadsForCausalLM, windows: Tensor) -> Tensor:
 
     In [0, 1], 1 on the diagonal. Of EchoAtt (arXiv 2409.14595), which copies weights inside blocks of alike layers.
     """
+    _one_count(model)
     layers = model.attentions
-    head_counts = {layer.heads for layer in layers}
-    if len(head_counts) > 1:
-        raise OptionError(f"layers with {sorted(head_counts)} heads have no maps to compare")
     total = torch.zeros(len(layers), len(layers))
     for window in windows:
         maps = torch.stack(_maps(model, window))
@@ -441,6 +439,54 @@ def blocks(similarity: Tensor, followers: int, count: int) -> Sources:
             taken.append(at)
             found[at + 1 : at + size] = [at] * followers
     return found
+
+
+@torch.no_grad()
+def distant(model: ManyheadsForCausalLM, windows: Tensor, near: int, first: int) -> Tensor:
+    """How alike two layers attend to distant tokens, `[L, L, H]`: by head, as `pod(window=near, first=first)` has them.
+
+    1 - JS / log 2, the Jensen-Shannon divergence of the weights of tokens first ≤ j ≤ i - near, summing to 1, averaged
+    over windows and the rows i that have such tokens. In [0, 1]. The measure is not stated in PoD (arXiv 2412.02252).
+    """
+    _one_count(model)
+    length = windows.shape[1]
+    if length <= near + first:
+        raise OptionError(f"windows of {length} tokens have none that is distant; at least {near + first + 1}")
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    far = ((first <= j) & (j <= i - near))[near + first :]
+    total = torch.zeros(len(model.attentions), len(model.attentions), model.attentions[0].heads)
+    for window in windows:
+        weights = torch.stack(_maps(model, window)).cpu()[:, :, near + first :] * far
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        for layer, own in enumerate(weights):
+            apart = _entropy((weights + own) / 2) - (_entropy(weights) + _entropy(own)) / 2
+            total[layer] += 1 - apart.mean(-1) / math.log(2)
+    return total / len(windows)
+
+
+def groups(alike: Tensor, threshold: float) -> list[int]:
+    """The leader of each layer, from how alike two layers are, `[L, L]`.
+
+    That of the layer below, where the layer is at least so alike to that leader; else the layer itself.
+
+    >>> leaders = groups(distant(model, windows, near=64, first=4).mean(-1), 0.8)
+    >>> lines = [f"{spec} + pod(leader={leader}, window=64, first=4)" for leader in leaders]
+    """
+    leaders: list[int] = []
+    for layer in range(len(alike)):
+        below = leaders[-1] if leaders else layer
+        leaders.append(below if alike[below, layer] >= threshold else layer)
+    return leaders
+
+
+def _entropy(weights: Tensor) -> Tensor:
+    return torch.special.entr(weights).sum(-1)
+
+
+def _one_count(model: ManyheadsForCausalLM) -> None:
+    head_counts = {layer.heads for layer in model.attentions}
+    if len(head_counts) > 1:
+        raise OptionError(f"layers with {sorted(head_counts)} heads have no maps to compare")
 
 
 def _maps(model: ManyheadsForCausalLM, window: Tensor) -> list[Tensor]:

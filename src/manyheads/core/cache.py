@@ -275,26 +275,28 @@ class SiteStore(CacheLayerMixin):
         return store
 
     def write(self, rows: Mapping[str, Tensor], entries: Mapping[str, Entry], log: Axis, axis: Axis) -> Rows:
-        self._check(rows)
+        self._check({name: row for name, row in rows.items() if entries[name].keep != 0})
         tensors: dict[str, Tensor] = {}
-        keys = log
+        axes: dict[str, Axis] = {}
         for name, new in rows.items():
             entry = entries[name]
             if entry.dtype is not None:
                 new = new.to(entry.dtype)
             if entry.keep == 0:
-                tensors[name], keys = new, axis
+                tensors[name], axes[name] = new, axis
             elif entry.stride > 1:
                 seen = self.slots.setdefault(name, Slots(entry.stride)).write(new, axis)
-                tensors[name], keys = seen[""], seen.axis
+                tensors[name], axes[name] = seen[""], seen.axis
             else:
                 newest = None if entry.keep is None else entry.keep - entry.first
                 growing = self.growing.setdefault(name, Growing(newest, entry.packing))
                 tensors[name] = growing.append(new, _reach(log, entry.first))
-                keys = axis_left(log, growing.pinned, log.length - tensors[name].shape[2])
+                axes[name] = axis_left(log, growing.pinned, log.length - tensors[name].shape[2])
         self.length += axis.length
         self.is_initialized = True
-        return Rows(tensors, keys, log)
+        keys = max(reversed(axes.values()), key=lambda each: each.length, default=log)
+        fewer = {name: each for name, each in axes.items() if each.length < keys.length}
+        return Rows(tensors, keys, log, axes=fewer)
 
     def _check(self, rows: Mapping[str, Tensor]) -> None:
         """Rows of another layer, or of other sequences, do not belong behind those that are here."""

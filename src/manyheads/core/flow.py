@@ -18,13 +18,15 @@ View = Literal["expanded", "absorbed"]
 class Rows:
     """Cached entries of a site as the new queries may read them, `[B, heads, S, width]` each, on one key axis.
 
-    shared: rows that come before these and that several sequences have in common (see `PrefixCache`).
+    shared: rows that come before these and that several sequences have in common (see `PrefixCache`). axes: those of
+    entries that have forgotten rows which others keep.
     """
 
     tensors: Mapping[str, Tensor]
     axis: Axis
     log: Axis | None = None  # all tokens so far, those whose rows are forgotten included (None: axis is all)
     shared: Sequence[Shared] = ()
+    axes: Mapping[str, Axis] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

@@ -89,7 +89,8 @@ class Heads(NamedTuple):
     q, kv: score heads and key heads, query head h reads key head h // (q/kv). qk_width, v_width: channels of a key
     and a value. out, out_width: head outputs before the output projection. rotary: the channels of q and k that
     rotate. content: the channels that transforms may touch. keep: how many of the newest keys are ever seen (None:
-    all; 0: a key is read in its own pass only); `first` of these are a sequence's first keys instead. grouped: False
+    all; 0: a key is read in its own pass only); `first` of these are a sequence's first keys instead. keep_keys: the
+    same number where it is less for keys than for values, older keys being another layer's. grouped: False
     where a part pairs query heads with key heads itself, so that kv need not divide q. read: a transform before this
     point acts when rows are read, so those from here on do too, whoever wrote the rows. keys: how many keys a key head
     has for each value; they lie in one entry of keys · kv heads, all the first ones first. values: how many value heads
@@ -112,6 +113,7 @@ class Heads(NamedTuple):
     keys: int = 1
     values: int = 1
     first: int = 0
+    keep_keys: int | None = None
 
     @classmethod
     def start(cls, dim: int, heads: int) -> Heads:

@@ -132,6 +132,8 @@ class Kin:
             return f"it reads {_rows(ours)}, layer {owner} writes {_rows(theirs)}"
         if _positions(ours) != _positions(theirs):
             return f"positions enter its scores by {_positions(ours)}, those of layer {owner} by {_positions(theirs)}"
+        if theirs.layout.keep_keys is not None:
+            return f"layer {owner} keeps {theirs.layout.keep_keys} keys, older ones are another layer's"
         near, far = _newest(theirs), _newest(ours)
         if near is not None and (far is None or far > near):
             return f"layer {owner} keeps its newest {near} rows, layer {reader} looks at {far or 'all'}"
