@@ -2,7 +2,7 @@
 
 Needles: invented facts in Python's help topics, 256 tokens a prompt, answered greedily: intact, with the heads that copied
 most taken out, and with as many random ones (of the same layers, three draws). The heads are found on other facts than
-those that are asked. Then what capture adds to a decoding step, and an atlas, whole.
+those that are asked, which are in digits or in words. Then what capture adds to a decoding step, and an atlas, whole.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ from manyheads.inspect.atlas import atlas, write_atlas
 from manyheads.inspect.measures import knock_out, needles, ordinals, retrieval_heads
 from manyheads.inspect.measures.needle import KnockOut, Needles
 
-FACTS = (
-    ("The secret code of the blue garden is", " 7 4 9 1 3"), ("The password of the old library is", " orange tiger moon"),
+DIGITS = (
+    ("The secret code of the blue garden is", " 7 4 9 1 3"), ("The number of the safe in the cellar is", " 2 8 0 6 5"),
+    ("The telephone number of the baker is", " 5 5 1 9 4"), ("The key of the northern gate is", " 3 0 7 2 8"),
+    ("The magic number of the wizard is", " 9 6 2 4 1"), ("The combination of the blue lock is", " 1 7 3 8 0"),
+    ("The code that opens the green door is", " 6 2 9 5 7"), ("The number on the soldier's coat is", " 4 1 8 3 6"),
+)  # fmt: skip
+WORDS = (
+    ("The password of the old library is", " orange tiger moon"),
     ("The favourite food of Captain Morris is", " pickled lemon cake"), ("The name of the third ship was", " Silver Walnut"),
     ("The meeting with the mayor takes place at", " half past eleven"), ("The treasure is hidden under", " a broken piano"),
     ("The capital of the island of Velor is", " Marantha City"), ("The key to the tower is kept by", " Doctor Elwood"),
+    ("The colour of the queen's horse is", " pale violet"),
 )  # fmt: skip
 STEPS = 12
 """Tokens an answer may have."""
@@ -78,18 +85,23 @@ def overhead(model: Any, ids: torch.Tensor, rounds: int) -> dict[str, Timing]:
     return interleaved(ways, rounds)
 
 
-def table_of(found: KnockOut, heads: int) -> list[str]:
-    rows = [("intact", found.intact), (f"{heads} heads that copy out", found.without)]
-    rows += [
-        (f"{heads} random heads of the same layers out, draw {at}", each) for at, each in enumerate(found.random, 1)
+def table_of(found: list[KnockOut], heads: int) -> list[str]:
+    """A row for each model: recall of each kind of facts, and the prompts whose needle was found."""
+    names = ["intact", f"{heads} heads that copy out"]
+    names += [f"{heads} random heads of the same layers out, draw {at}" for at in range(1, 1 + len(found[0].random))]
+    each = [(kind.intact, kind.without, *kind.random) for kind in found]
+    return [
+        f"| {name} | "
+        + " | ".join(f"{float(seen.mean()):.2f} | {float((seen > 0.5).double().mean()):.0%}" for seen in row)
+        + " |"
+        for name, *row in zip(names, *each, strict=True)
     ]
-    return [f"| {name} | {float(each.mean()):.2f} | {float((each > 0.5).double().mean()):.0%} |" for name, each in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=256, help="of a prompt with a needle")
-    parser.add_argument("--facts", type=int, default=len(FACTS), help="how many, half of them to find the heads")
+    parser.add_argument("--facts", type=int, default=len(DIGITS), help="of each kind; half of them find the heads")
     parser.add_argument("--heads", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of timing a step")
     parser.add_argument("--atlas", default="2x512", help="windows of the atlas")
@@ -103,15 +115,14 @@ def main() -> None:
     assert tokenizer is not None
     haystack = windows(tokenizer, text, count=1, length=max(512, options.tokens))[0]
     half = max(1, options.facts // 2)
-    find, ask = (
-        prompts(tokenizer, haystack, some, options.tokens) for some in (FACTS[:half], FACTS[half : options.facts])
-    )
+    find = prompts(tokenizer, haystack, DIGITS[:half] + WORDS[:half], options.tokens)
+    asked = [prompts(tokenizer, haystack, kind[half : options.facts], options.tokens) for kind in (DIGITS, WORDS)]
     scores = retrieval_heads(model, find, STEPS)
     best = scores.top(options.heads)
     heads: dict[int, list[int]] = {}
     for layer, head, _ in best:
         heads.setdefault(layer, []).append(head)
-    found = knock_out(model, ask, heads, STEPS)
+    found = [knock_out(model, ask, heads, STEPS) for ask in asked]
     timings = overhead(model, haystack[None, : options.tokens], options.rounds)
     count, length = (int(each) for each in options.atlas.split("x"))
     ids = windows(tokenizer, text, count=count, length=length)
@@ -127,11 +138,11 @@ def main() -> None:
         "",
         "Measured with `python benchmarks/inspect_smollm2.py`.",
         "",
-        f"Needles: {len(find)} prompts of {options.tokens} tokens to find the heads, {len(ask)} others to ask. Recall: the",
-        "share of a needle's tokens that is written; found: prompts with more than half of them.",
+        f"Needles: {len(find)} prompts of {options.tokens} tokens to find the heads, {len(asked[0])} others of each kind to",
+        "ask. Recall: the share of a needle's tokens that is written; found: prompts with more than half of them.",
         "",
-        "| heads | recall | found |",
-        "|---|---|---|",
+        "| heads | recall of digits | found | recall of words | found |",
+        "|---|---|---|---|---|",
         *table_of(found, options.heads),
         "",
         "Taken out: "

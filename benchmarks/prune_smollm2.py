@@ -30,7 +30,7 @@ from manyheads.convert.verify import quality
 from manyheads.edit import Step, mask, select
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 
-MEASURES = ("greedy", "ablation", "gradient", "gradient-raw", "output", "random")
+MEASURES = ("greedy", "ablation", "gradient", "gradient-by-layer", "output", "random")
 SEEDS = (0, 1, 2)
 
 

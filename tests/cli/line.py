@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +22,8 @@ from manyheads.cli import app
 
 SMALL = ["--calibrate", "8x32", "--evaluate", "2x64", "--contexts", "8,24", "--heal", "4"]
 """Of `shrink`: small enough for a test, and still through every step."""
+TORCHRUN = {n: ["torch.distributed.run", "--nproc_per_node", f"{n}", "--master_port"] for n in (1, 2)}
+"""A launcher that starts so many processes, up to the port."""
 
 
 class Ran(NamedTuple):
@@ -34,6 +41,19 @@ def run(*args: str | Path) -> Ran:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Ran(done.exit_code, done.stdout, done.stderr)
+
+
+def launched(launcher: Sequence[str], *args: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command line in processes that a launcher starts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, str(port), "-m", "manyheads", *map(str, args)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
 
 
 def refused(*args: str | Path) -> str:

@@ -1,16 +1,12 @@
 """`manyheads heal`, and `manyheads shrink --distil`."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.cli.line import SMALL, refused, run, save_tiny
+from tests.cli.line import SMALL, TORCHRUN, launched, refused, run, save_tiny
 from tests.cli.test_shrink import interrupt, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -166,7 +162,7 @@ def test_an_out_folder_that_exists(shrunk, tiny, tmp_path):
 LAUNCHERS = {  # on CPUs, `accelerate launch --cpu` starts one process however many are asked for (more need MPI)
     "accelerate --cpu": (["accelerate.commands.launch", "--num_processes", "2", "--cpu", "--main_process_port"], 1),
     "accelerate": (["accelerate.commands.launch", "--num_processes", "2", "--multi_gpu", "--main_process_port"], 2),
-    "torchrun": (["torch.distributed.run", "--nproc_per_node", "2", "--master_port"], 2),
+    "torchrun": (TORCHRUN[2], 2),
 }
 
 
@@ -187,15 +183,7 @@ def test_under_a_launcher_it_is_the_run_of_one_process(launcher, alone, tmp_path
     pytest.importorskip("accelerate", reason="needs manyheads[train]")
     command, processes = LAUNCHERS[launcher]
     own, result, folder = alone
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ran = subprocess.run(
-        [sys.executable, "-m", *command, str(port), "-m", "manyheads", *map(str, own), "--out", tmp_path / "o"],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    ran = launched(command, *own, "--out", tmp_path / "o")
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "o/result.json").read_text())
     assert found["processes"] == processes and found["best"] == result["best"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tests.cli.line import SMALL, refused, run, save_tiny
+from tests.cli.line import SMALL, TORCHRUN, launched, refused, run, save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from manyheads.bench import figures, job
@@ -420,3 +420,29 @@ def test_a_stream_needs_a_folder_and_no_whole_model(tiny, tmp_path):
     assert "layers are read from a folder" in refused("shrink", "smollm2", "--stream", "--out", tmp_path / "o")
     assert "no stream" in refused("shrink", tiny, "--stream", "--distil", "2", "--out", tmp_path / "o")
     assert not list(tmp_path.iterdir())
+
+
+# --- several processes
+
+
+@pytest.mark.slow
+def test_processes_of_a_launcher_make_what_one_makes(tiny, tmp_path):
+    """They share the layers of the survey, then the candidates."""
+    own = ["shrink", tiny, "--kv", "50%", "--kv", "25%", *SMALL[:4], "--contexts", "none", "--json"]
+    for count in (1, 2):
+        ran = launched(TORCHRUN[count], *own, "--out", tmp_path / f"{count}")
+        assert ran.returncode == 0, ran.stderr
+        assert sum(line.startswith("{") for line in ran.stdout.splitlines()) == 1  # rank 0 alone says what came out
+    assert not (tmp_path / "2.partial").exists()
+    one, two = (sorted(file.name for file in (tmp_path / count).iterdir()) for count in ("1", "2"))
+    assert one == two
+    for name in ("mla-50", "mla-25"):
+        assert weights(tmp_path / "1" / name) == weights(tmp_path / "2" / name)
+
+
+def test_several_processes_do_not_train(tiny, tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "several processes train by a command of its own, heal" in refused(
+        "shrink", tiny, "--distil", "4", "--out", tmp_path / "o", *SMALL
+    )

@@ -1,20 +1,24 @@
 """`--to auto`: what each layer becomes, where a budget is spent by what each layer loses."""
 
+import copy
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.convert.tiny import model, saved, tokens
 from transformers import AutoModelForCausalLM
 
 from manyheads.convert.methods import read_method
 from manyheads.convert.plan import BudgetError, make_goal, shape_of
 from manyheads.convert.planner import Plan, spend, unseen_windows, with_readers
-from manyheads.convert.prices import Costs, Option, Prices, between_ranks
+from manyheads.convert.prices import Costs, Option, Prices, between_ranks, price
+from manyheads.convert.ranks import Ranks
 from manyheads.convert.shrink import refuse, shrink
 from manyheads.convert.stream import InMemory, OnDisk
-from manyheads.convert.survey import Calibration
+from manyheads.convert.survey import Calibration, survey
 from manyheads.convert.verify import quality
 from manyheads.core.part import OptionError
 
@@ -190,3 +194,42 @@ def test_what_no_plan_reaches_is_refused_at_once():
         goal_of(layers, "100%")
     with pytest.raises(OptionError, match="context=9 is of target=speed"):
         read_method("auto(context=9)")
+
+
+def test_processes_share_the_pricing(planned, tmp_path):
+    """Each prices every second layer; both know what one process knows."""
+    layers, _, goal = planned
+    text = Calibration(tokens(), torch.arange(tokens().shape[1]).expand_as(tokens()))
+
+    def priced(rank, world):
+        seen = []
+        found = price(
+            layers, text, goal, tmp_path / "survey", (), lambda *step: seen.append(step), Ranks(rank, world)
+        )  # fmt: skip
+        return found, seen
+
+    survey(layers, text, tmp_path / "survey", lambda *_: None)
+    whole, _ = priced(0, 1)
+    with ThreadPoolExecutor(2) as both:
+        one, other = both.map(priced, (0, 1), (2, 2))
+    assert one[0] == other[0] == whole
+    files = sorted(tmp_path.glob("survey/*.prices-*.json"))
+    of = [{index for index, _ in json.loads(file.read_text())} for file in files]
+    assert len(of) == 2 and not of[0] & of[1] and of[0] | of[1] == {*range(len(layers.config.specs))}
+
+
+def test_processes_share_the_survey(tmp_path):
+    made = model(layers=3)
+    text = Calibration(tokens(), torch.arange(tokens().shape[1]).expand_as(tokens()))
+
+    def surveys(folder, rank, world):
+        survey(InMemory(copy.deepcopy(made)), text, tmp_path / folder, lambda *_: None, Ranks(rank, world))
+
+    surveys("one", 0, 1)
+    with ThreadPoolExecutor(2) as both:
+        assert [*both.map(surveys, ("two", "two"), (0, 1), (2, 2))] == [None, None]
+    for index in range(3):
+        one, two = (load_file(tmp_path / name / f"{index}.safetensors") for name in ("one", "two"))
+        assert one.keys() == two.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor)

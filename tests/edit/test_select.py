@@ -12,7 +12,7 @@ from manyheads.edit.prune import parameters
 from manyheads.inspect.measures import HeadTable, ablation, next_token_loss
 from manyheads.stack import ManyheadsConfig, ManyheadsForCausalLM
 
-MEASURES = ("gradient", "gradient-raw", "ablation", "output", "random", "greedy")
+MEASURES = ("gradient", "gradient-by-layer", "ablation", "output", "random", "greedy")
 
 
 def loss(made, ids, heads):

@@ -93,13 +93,13 @@ def test_the_order_does_not_feel_the_scale_of_the_loss_and_layers_have_length_on
     made, ids = multi_head(), tokens()
     twice = lambda output, batch: 2 * next_token_loss(output, batch)
     assert select(made, ids, keep=0.5).heads == select(made, ids, keep=0.5, loss=twice).heads
-    lengths = measure_of("gradient")(made, [ids]).grid.norm(dim=1)
+    lengths = measure_of("gradient-by-layer")(made, [ids]).grid.norm(dim=1)
     torch.testing.assert_close(lengths, torch.ones_like(lengths))
 
 
 def test_in_one_step_or_step_by_step_with_fixed_scores():
     made, ids = multi_head(), tokens()
-    table = measure_of("gradient")(made, [ids])
+    table = measure_of("gradient-by-layer")(made, [ids])
     whole = select(made, ids, keep=0.5, by=table)
     assert select(made, ids, keep=0.5, by=table, again=1).heads == whole.heads
     small = made

@@ -25,10 +25,10 @@ from manyheads.bench.plan import PYDOC, Plan, check_lines, check_numbers, make_p
 from manyheads.bench.timing import Timing, machine
 from manyheads.bench.train import Training, read_run
 from manyheads.bench.width import Equal
-from manyheads.bench.workers import Progress, Task, run_all, threads_of, wait_for
+from manyheads.bench.workers import Progress, Task, run_all, threads_of
 from manyheads.convert.export.atomic import disk_full
+from manyheads.convert.ranks import Ranks, wait_for
 from manyheads.convert.resume import check_resume, write_text
-from manyheads.convert.training import Ranks
 from manyheads.core.part import Site
 from manyheads.core.spec import Spec
 

@@ -33,10 +33,10 @@ from manyheads.convert.corpus import (
     is_dataset,
 )
 from manyheads.convert.distil import Distil, check, distil
+from manyheads.convert.ranks import Ranks
 from manyheads.convert.resume import write_text
 from manyheads.convert.source import Source, SourceError, load_source
 from manyheads.convert.text import PLENTY, default_text, fitting, windows
-from manyheads.convert.training import Ranks
 from manyheads.convert.verify import Quality, Reference, quality
 
 Progress = Callable[[str, int, int], object]

@@ -35,7 +35,8 @@ from manyheads.convert.export.atomic import new_folder
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import Method, read_method
 from manyheads.convert.plan import BudgetError, Goal, make_goal, shape_of
-from manyheads.convert.shrink import refuse, shrink
+from manyheads.convert.ranks import Ranks, wait_for
+from manyheads.convert.shrink import damage_file, refuse, shrink
 from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, open_source, read_config, weight_files
 from manyheads.convert.stream import InMemory, OnDisk
 from manyheads.convert.text import Texts, default_text, fitting, read_text, second_text, split, windows
@@ -96,6 +97,9 @@ def shrink_model(
             model. Nothing is timed or generated, and fits go without the loss's own metric, which needs all of it.
         seed: of healing.
 
+    Under a launcher (RANK and WORLD_SIZE in the environment) processes share layers and candidates, and rank 0 measures
+    them.
+
     Returns:
         What `result.json` holds and `manyheads shrink --json` prints: `model`, `date`, `text`, `source` and
         `candidates` (rows of figures, see `manyheads.bench.report`), `prompt`, `seconds`, `machine`, `notes`, `out`,
@@ -119,9 +123,11 @@ def shrink_model(
         raise ValueError(f"a context is at least one token, not {wrong[0]}")
     if stream and (training is not None or stages):
         raise ValueError(f"{'stages' if stages else 'training end to end'} needs the whole model in memory: no stream")
-    out = out_folder(model, out)
+    out, ranks = out_folder(model, out), Ranks.here()
+    if ranks.world > 1 and training is not None:
+        raise ValueError("several processes train by a command of its own, heal; shrink without training first")
     work = partial_folder(out)
-    check_folders(out, work, resume)
+    check_folders(out, work, resume or ranks.rank > 0)
     own = read_text([Path(file) for file in texts]) if texts else None
     config = quick_config(model)
     goals = None if config is None else _goals(config, budgets, to)
@@ -140,9 +146,15 @@ def shrink_model(
         options["distil"] = asdict(training)
     notes = [*tried.notes, *(goal.note for goal in goals if goal.note is not None)]
     progress("calibrate", 0, len(layers.config.specs))
+    if ranks.rank:
+        shrink(layers, tried.calibration, goals, work, heal=healing, options=options, progress=clock, ranks=ranks)
+        wait_for([out / "result.json"])
+        return json.loads((out / "result.json").read_text(encoding="utf-8"))
     with kept(work):
         _put_healed(work, [goal.name for goal in goals if not (work / goal.name).exists()])
-        damages = shrink(layers, tried.calibration, goals, work, heal=healing, options=options, progress=clock)
+        damages = shrink(
+            layers, tried.calibration, goals, work, heal=healing, options=options, progress=clock, ranks=ranks
+        )
         for goal in goals:
             tried.tokenizer.save_pretrained(work / goal.name)
         if training is not None and text is not None and isinstance(layers, InMemory):
@@ -169,8 +181,8 @@ def shrink_model(
     shutil.rmtree(out / "survey", ignore_errors=True)
     for folder in (TRAINING, HEALED):
         shutil.rmtree(out / folder, ignore_errors=True)
-    plans = [out / f"{goal.name}.plan.json" for goal in goals]
-    for scrap in (out / "job.json", *plans, *(out / goal.name / "damage.json" for goal in goals)):
+    beside = [file for goal in goals for file in (out / f"{goal.name}.plan.json", damage_file(out, goal))]
+    for scrap in (out / "job.json", *beside, *(out / goal.name / "damage.json" for goal in goals)):
         scrap.unlink(missing_ok=True)
     return result
 

@@ -6,7 +6,6 @@ import multiprocessing
 import queue
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,12 +45,6 @@ def run_all(
                 _run(task, training, corpus, progress)
     else:
         _side_by_side(tasks, training, corpus, min(jobs, len(tasks)), threads, progress)
-
-
-def wait_for(files: Sequence[Path]) -> None:
-    """Until other processes have written these."""
-    while not all(file.exists() for file in files):
-        time.sleep(_PATIENCE)
 
 
 @contextmanager

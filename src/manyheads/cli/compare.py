@@ -68,7 +68,7 @@ def compare(
     last checkpoint. Runs under `accelerate launch -m manyheads compare …` too.
     """
     from manyheads.bench import compare as job
-    from manyheads.convert.training import Ranks
+    from manyheads.convert.ranks import Ranks
 
     try:
         with Bars() as bars:

@@ -66,8 +66,8 @@ def heal(
     from manyheads.bench import heal as job
     from manyheads.bench.folders import partial_folder
     from manyheads.convert.distil import Distil
+    from manyheads.convert.ranks import Ranks
     from manyheads.convert.relations import Relations
-    from manyheads.convert.training import Ranks
 
     if relations < 0:
         raise typer.BadParameter(f"{relations} relation heads")

@@ -24,7 +24,7 @@ class By(Enum):
     """What heads are chosen by."""
 
     gradient = "gradient"
-    raw = "gradient-raw"
+    by_layer = "gradient-by-layer"
     ablation = "ablation"
     output = "output"
     greedy = "greedy"
@@ -47,8 +47,8 @@ Text = Annotated[
 Evaluate = Annotated[str, typer.Option(metavar="NxT", help="Evaluate on N windows of T tokens.")]
 
 _SAID = {
-    "gradient": "what the loss feels of them (|o · dL/do| a token, over each layer's length)",
-    "gradient-raw": "what the loss feels of them (|o · dL/do| a token)",
+    "gradient": "what the loss feels of them (|o · dL/do| a token)",
+    "gradient-by-layer": "what the loss feels of them, over each layer's length",
     "ablation": "how much the loss rises without each",
     "output": "how much they add to the residual stream",
     "greedy": "how much the loss rises without them, measured again after each round",

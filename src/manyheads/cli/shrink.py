@@ -83,6 +83,7 @@ def shrink(
     options |= {"evaluation": sizes(evaluate)} | ({} if prompt is None else {"prompt": prompt})
     from manyheads.bench import job
     from manyheads.convert.methods import read_method
+    from manyheads.convert.ranks import Ranks
 
     if target is not None:
         if to.strip() != "auto":
@@ -96,13 +97,16 @@ def shrink(
         with Bars() as bars:
             result = job.shrink_model(
                 model, kv or ["50%"], to=to, texts=text or (), heal=heal, end_to_end=distil, out=out, resume=resume,
-                stages=stages, stream=stream, seed=seed, progress=bars, **options,
+                stages=stages, stream=stream, seed=seed, **options,
+                progress=bars if Ranks.here().rank == 0 else lambda *step: None,
             )  # fmt: skip
     except KeyboardInterrupt:
         unfinished = job.partial_folder(job.out_folder(model, out))
         if unfinished.exists():
             note(f"{unfinished} keeps what is finished; the same command with --resume goes on from there")
         raise
+    if Ranks.here().rank:
+        return
     for line in result["notes"]:
         note(line)
     show(result)

@@ -26,9 +26,10 @@ from manyheads.convert.beside import Beside
 from manyheads.convert.corpus import TrainingText
 from manyheads.convert.lora import put_lora
 from manyheads.convert.place import Alone, here
+from manyheads.convert.ranks import Ranks
 from manyheads.convert.relations import Relations
 from manyheads.convert.resume import check_resume
-from manyheads.convert.training import Ranks, load_state, rate, readable, save_state, step_seed, unbroken
+from manyheads.convert.training import load_state, rate, readable, save_state, step_seed, unbroken
 from manyheads.core.part import OptionError
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyheads.convert.training import Ranks
+from manyheads.convert.ranks import Ranks
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 """Trained weights by name, and an optimiser's state."""

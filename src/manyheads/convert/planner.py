@@ -34,6 +34,7 @@ from manyheads.convert.moves.mla import choose
 from manyheads.convert.moves.of_goal import best, every_move, moves_of, shares
 from manyheads.convert.plan import BudgetError, Goal, Shape, make_goal
 from manyheads.convert.prices import Costs, Option, Prices, price
+from manyheads.convert.ranks import ALONE, Ranks, wait_for
 from manyheads.convert.resume import write_text
 from manyheads.convert.share import reader_of
 from manyheads.convert.stats import AttentionStats
@@ -146,9 +147,11 @@ def _harm(options: Sequence[Option]) -> float:
 
 def make_plan(
     layers: Layers, text: Calibration, goal: Goal, work: Path, damage: Tensor,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done, total: None, ranks: Ranks = ALONE,
 ) -> Plan:  # fmt: skip
     """The plan of a goal; one that an earlier run has written is taken as it is.
+
+    Several processes share the pricing; the first one decides.
 
     Args:
         work: of the `shrink` job, with its survey. damage: of stopping each rotary component, over all layers.
@@ -161,7 +164,10 @@ def make_plan(
     costs = Costs(layers.config, auto)
     budget = goal.share * costs.whole * (1 + 1e-9)
     turning = choose(damage, goal.turning)
-    prices = price(layers, text, goal, survey, turning, progress)
+    prices = price(layers, text, goal, survey, turning, progress, ranks)
+    if ranks.rank:
+        wait_for([file])
+        return Plan.load(file)
     mixed = with_readers(prices, budget)
     singles = single_goals(layers.config, goal)
     if mixed is None and not singles:

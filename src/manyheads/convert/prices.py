@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,6 +21,8 @@ from manyheads.convert.moves.common import Move
 from manyheads.convert.moves.gqa import ToGQA
 from manyheads.convert.moves.mla import ToMLA
 from manyheads.convert.plan import BudgetError, Goal, Shape
+from manyheads.convert.ranks import ALONE, Ranks, wait_for
+from manyheads.convert.resume import write_text
 from manyheads.convert.share import reader_of
 from manyheads.convert.stats import AttentionStats, power
 from manyheads.convert.stream import Layers, attention_of, batches, put_attention, run
@@ -151,15 +154,28 @@ class Prices:
     options: list[list[Option]]
     readers: dict[tuple[int, int], Option]
 
+    @classmethod
+    def of(cls, costs: Costs, priced: Sequence[tuple[int, Option]]) -> Prices:
+        """From what was priced, each with its layer."""
+        options = [[Option("whole", cost=costs.of(index))] for index in range(costs.count)]
+        readers: dict[tuple[int, int], Option] = {}
+        for index, option in priced:
+            if option.kind == "share":
+                readers[index, option.at] = option
+            else:
+                options[index].append(option)
+        return cls([between_ranks(each) for each in options], readers)
+
 
 def price(
     layers: Layers, text: Calibration, goal: Goal, survey: Path, turning: tuple[tuple[int, int], ...],
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done, total: None, ranks: Ranks = ALONE,
 ) -> Prices:  # fmt: skip
     """What each option alone does to the model's predictions.
 
     Every option is a stream of hidden states that leaves the source's at its layer and goes on through those that
-    follow, which are all read once.
+    follow, which are all read once. Several processes price the options of every n-th layer each, and read what the
+    others have found in files beside the survey's.
     """
     config, count, shape = layers.config, len(layers.config.specs), goal.shape
     assert shape is not None
@@ -167,7 +183,7 @@ def price(
     most = len(LADDER) + shape.kv_heads + OWNERS
     windows = priced_windows(text, count * most * config.hidden_size)
     where, hidden = windows.positions, layers.embed(windows.tokens)
-    branches, told = hidden[:0], list[tuple[int, Option]]()
+    branches, told, mine = hidden[:0], list[tuple[int, Option]](), ranks.share(range(count))
     rows: dict[int, list[Rows]] = {}
     for index in range(count):
         with layers.open(index) as layer:
@@ -178,9 +194,14 @@ def price(
             if told:
                 again = where.repeat(len(told), 1)
                 branches = run(layer, config, branches, again, record=False, bfloat16=text.bfloat16).after
+            rows[index] = [link.rows[index] for link in links if index in link.rows]
+            own, hidden = hidden, seen.after
+            progress(f"plan {goal.name}", index + 1, count)
+            if index not in mine:
+                continue
             judge = Judge(seen.x, seen.y, seen.before + seen.y, felt, where, text.bfloat16)
             made = [*_made(attention, stats, shape, turning, costs, index)]
-            given = {owner: [Links(rows={owner: each}) for each in found] for owner, found in rows.items()}
+            given = {owner: [Links(rows={owner: each}) for each in rows[owner]] for owner in range(index)}
             owners = [owner for owner in given if kin.why_no_rows(index, owner) is None]
             readers = {owner: reader_of(attention, owner) for owner in owners}
             owners.sort(key=lambda owner: judge(readers[owner], given[owner]))
@@ -190,25 +211,25 @@ def price(
             for option, other in made:
                 put_attention(layer, config, other)
                 more = given[option.at] if option.kind == "share" else None
-                left.append(run(layer, config, hidden, where, record=False, bfloat16=text.bfloat16, links=more).after)
+                left.append(run(layer, config, own, where, record=False, bfloat16=text.bfloat16, links=more).after)
                 told.append((index, option))
             branches = torch.cat([branches, *left])
-            rows[index] = [link.rows[index] for link in links if index in link.rows]
-        hidden = seen.after
-        progress(f"plan {goal.name}", index + 1, count)
     shell = shell_of(layers)
-    options: list[list[Option]] = [[Option("whole", cost=costs.of(index))] for index in range(count)]
-    found = Prices(options, {})
     thin = dict(enumerate(branches[:, ::THINNED].split(len(hidden))))
     harms = divergences(shell, hidden[:, ::THINNED], thin)
-    for n, (index, option) in enumerate(told):
-        priced = replace(option, harm=harms[n])
-        if option.kind == "share":
-            found.readers[index, option.at] = priced
-        else:
-            options[index].append(priced)
-    found.options = [between_ranks(each) for each in options]
-    return found
+    priced = [(index, replace(option, harm=harms[n])) for n, (index, option) in enumerate(told)]
+    return Prices.of(costs, _of_all(priced, survey / goal.name, ranks))
+
+
+def _of_all(priced: list[tuple[int, Option]], where: Path, ranks: Ranks) -> list[tuple[int, Option]]:
+    """What all processes have priced, by layer."""
+    if ranks.world == 1:
+        return priced
+    files = [Path(f"{where}.prices-{rank}-of-{ranks.world}.json") for rank in range(ranks.world)]
+    write_text(json.dumps([(index, asdict(option)) for index, option in priced]), files[ranks.rank])
+    wait_for(files)
+    read = [each for file in files for each in json.loads(file.read_text(encoding="utf-8"))]
+    return [(index, Option(**fields)) for index, fields in sorted(read, key=lambda each: each[0])]
 
 
 def priced_windows(text: Calibration, numbers: int) -> Calibration:

@@ -29,6 +29,7 @@ from manyheads.convert.moves.of_goal import best, every_move, moves_of, shares
 from manyheads.convert.plan import Goal
 from manyheads.convert.planner import become, make_plan
 from manyheads.convert.prices import check_plan
+from manyheads.convert.ranks import ALONE, Ranks, wait_for
 from manyheads.convert.resume import check_resume, write_text
 from manyheads.convert.share import check_shared, shrink_shared
 from manyheads.convert.stats import AttentionStats
@@ -61,6 +62,7 @@ def shrink(
     bfloat16: bool | None = None,
     options: dict[str, Any] | None = None,
     progress: Progress = lambda stage, done, total: None,
+    ranks: Ranks = ALONE,
 ) -> list[list[Damage]]:
     """Convert a source for each goal; checkpoints land in `work/<goal name>`.
 
@@ -73,6 +75,8 @@ def shrink(
             that short windows also teach what far keys look like; 0 for none.
         bfloat16: matrix products in half precision; by default where the processor is fast at them.
         options: anything else that the result depends on; recorded to check a resume.
+        ranks: this process among several with one `work`. They share the layers of the survey and of prices, then the
+            goals; each returns when all goals are finished.
 
     Returns:
         For each goal, the damage of each layer.
@@ -90,16 +94,28 @@ def shrink(
     check_resume(work, {**source, "heal": asdict(heal), "stretch": limit, **(options or {})})
     slots = torch.zeros(0)
     if any(goal.to != "share" for goal in goals):  # which fits nothing
-        survey(layers, text, work / "survey", progress)
+        survey(layers, text, work / "survey", progress, ranks)
         slots = turning_damage(work / "survey", len(layers.config.specs))
     for goal in goals:
         if isinstance(goal.method, Retrieval) and isinstance(layers, InMemory):
             look_up(layers, tokens, goal.method.pairs, work / "survey", heal.seed, progress)
-    return [
-        share(layers, tokens, goal, work, progress) if goal.to == "share"
-        else convert(layers, text, goal, work, heal, slots, progress)
-        for goal in goals
-    ]  # fmt: skip
+    for goal in goals:
+        if goal.to == "auto" and not damage_file(work, goal).exists():
+            make_plan(layers, text, goal, work, slots, progress, ranks)
+    for goal in ranks.share(goals):
+        found = (
+            share(layers, tokens, goal, work, progress) if goal.to == "share"
+            else convert(layers, text, goal, work, heal, slots, progress)
+        )  # fmt: skip
+        write_text(json.dumps([asdict(each) for each in found], indent=1), damage_file(work, goal))
+    files = [damage_file(work, goal) for goal in goals]
+    wait_for(files)
+    return [[Damage(**each) for each in json.loads(file.read_text(encoding="utf-8"))] for file in files]
+
+
+def damage_file(work: Path, goal: Goal) -> Path:
+    """What a finished goal leaves beside its folder."""
+    return work / f"{goal.name}.damage.json"
 
 
 def share(layers: Layers, tokens: Tensor, goal: Goal, work: Path, progress: Progress) -> list[Damage]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from manyheads.convert.adopt import family_of
 from manyheads.convert.moves.gauge import gauge
 from manyheads.convert.probe import Answered, Importance, Lookups, retrieval_importance
+from manyheads.convert.ranks import ALONE, Ranks, wait_for
 from manyheads.convert.resume import whole_file, write_text
 from manyheads.convert.stats import AttentionStats, measure, power, sensitivity
 from manyheads.convert.stream import InMemory, Layers, attention_of, run
@@ -53,18 +54,27 @@ def stretched(count: int, length: int, limit: int, seed: int = 0) -> Tensor:
     return positions
 
 
-def survey(layers: Layers, text: Calibration, folder: Path, progress: Progress) -> None:
-    """Measure every layer on the source's hidden states; one file a layer, kept for the conversions."""
+def survey(layers: Layers, text: Calibration, folder: Path, progress: Progress, ranks: Ranks = ALONE) -> None:
+    """Measure every layer on the source's hidden states; one file a layer, kept for the conversions.
+
+    Several processes measure every n-th layer each, and wait for the files of the others.
+    """
     count = len(layers.config.specs)
-    if all((folder / f"{index}.safetensors").exists() for index in range(count)):
+    files = [folder / f"{index}.safetensors" for index in range(count)]
+    if all(file.exists() for file in files):
         return
     folder.mkdir(parents=True, exist_ok=True)
     metrics = _felt(layers, text)
     hidden = layers.embed(text.tokens)
     some = text.some(SURVEYED)
+    mine = ranks.share(range(count))
     for index in range(count):
         with layers.open(index) as layer:
-            seen = run(layer, layers.config, hidden, text.positions, bfloat16=text.bfloat16)
+            seen = run(layer, layers.config, hidden, text.positions, record=index in mine, bfloat16=text.bfloat16)
+            hidden = seen.after
+            progress("calibrate", index + 1, count)
+            if index not in mine:
+                continue
             attention = attention_of(layer, layers.config)
             root = torch.eye(hidden.shape[-1]) if metrics is None else power(metrics[index], 0.5).float()
             stats = measure(attention, seen.x[some], root, text.positions[some])
@@ -73,9 +83,8 @@ def survey(layers: Layers, text: Calibration, folder: Path, progress: Progress) 
                 tensors["felt"] = metrics[index]
             if "rope" in str(attention.spec):
                 tensors["damage"] = gauge(attention, stats).damage
-        save({name: t.contiguous() for name, t in tensors.items()}, folder / f"{index}.safetensors")
-        hidden = seen.after
-        progress("calibrate", index + 1, count)
+        save({name: t.contiguous() for name, t in tensors.items()}, files[index])
+    wait_for(files)
 
 
 def _felt(layers: Layers, text: Calibration) -> list[Tensor] | None:

@@ -1,24 +1,20 @@
-"""What trainings have in common: steps that follow from a seed, rates, whole files, launchers, interrupts."""
+"""What trainings have in common: steps that follow from a seed, rates, whole files, interrupts."""
 
 from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from manyheads.convert.resume import whole_file
-
-T = TypeVar("T")
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -55,27 +51,6 @@ def readable(file: Path) -> Iterator[None]:
         yield
     except (KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{file} cannot be read as a checkpoint; remove it, and its run starts anew") from error
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The place of this process among those of a launcher (`accelerate launch`, `torchrun`), from its environment."""
-
-    rank: int = 0
-    world: int = 1
-    near: int = 1
-    """Processes on this machine."""
-
-    @classmethod
-    def here(cls) -> Ranks:
-        rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-        if not 0 <= rank < world:
-            raise ValueError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not go together")
-        return cls(rank, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-
-    def share(self, tasks: Sequence[T]) -> list[T]:
-        """Every n-th task."""
-        return list(tasks[self.rank :: self.world])
 
 
 @contextmanager

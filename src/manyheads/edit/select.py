@@ -112,8 +112,8 @@ def _ablation(model: nn.Module, inputs: list[Inputs], loss: Loss, progress: Prog
 def measure_of(by: str, loss: Loss = next_token_loss, seed: int = 0, progress: Progress = lambda *_: None) -> Measure:
     """A measure by name; `greedy` starts from the gradient."""
     known: dict[str, Measure] = {
-        "gradient": partial(importance, loss=loss, reduction="token", normalised=True),
-        "gradient-raw": partial(importance, loss=loss, reduction="token"),
+        "gradient": partial(importance, loss=loss, reduction="token"),
+        "gradient-by-layer": partial(importance, loss=loss, reduction="token", normalised=True),
         "ablation": partial(_ablation, loss=loss, progress=progress),
         "output": _output_size,
         "random": _random(seed),
@@ -145,8 +145,9 @@ def select(
         inputs: the text that is measured on: token ids `[N, T]`, or batches as `inspect.measure` takes them.
         keep: stop when at most this share is left, 0 < keep ≤ 1. of: of what (see `Of`).
         limit: stop before perplexity on the text exceeds this many times that of the model. One of both is needed.
-        by: `gradient`, |o · ∂𝓛/∂o| a token, over the length of each layer's scores (the default of the paper's code);
-            `gradient-raw`, the same undivided; `ablation`, the loss without a head (a pass for each head); `output`,
+        by: `gradient`, |o · ∂𝓛/∂o| a token; `gradient-by-layer`, the same over the length of each layer's scores (the
+            default of the paper's code, which on SmolLM2 costs more: `benchmarks/results/prune.md`); `ablation`, the
+            loss without a head (a pass for each head); `output`,
             ‖W_O o‖; `random`, by `seed`; `greedy`, below; a HeadTable; or a function of (model, batches) to one.
         again: measure again, with those chosen so far masked, after so many steps. Default: once.
         tries: of `greedy`, which in each round masks so many candidates (those least by gradient; None: all) one at a
