@@ -11,10 +11,12 @@ import argparse
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import manyheads as mh
+from manyheads.attention.prefixes import with_shared
 from manyheads.bench.timing import Timing, interleaved, machine, settle
 from manyheads.core.kernel import using
 from manyheads.core.prefix import PrefixCache
@@ -37,19 +39,21 @@ class Timed(mh.Attention):
     spent = 0.0
 
     def _heads(self, *args: Any) -> torch.Tensor:
-        return self._timed(super()._heads, *args)
+        return self.timed(super()._heads, *args)
 
-    def _with_shared(self, *args: Any) -> torch.Tensor:
-        return self._timed(super()._with_shared, *args)
-
-    def _timed(self, run: Any, *args: Any) -> torch.Tensor:
+    def timed(self, run: Any, *args: Any) -> torch.Tensor:
         start = time.perf_counter()
         o = run(*args)
         self.spent = 1e3 * (time.perf_counter() - start)
         return o
 
 
+def timed_shared(layer: Timed, *args: Any) -> torch.Tensor:
+    return layer.timed(with_shared, layer, *args)
+
+
 @torch.no_grad()
+@mock.patch("manyheads.attention.layer.with_shared", timed_shared)
 def decoding(rounds: int, threads: int) -> list[str]:
     torch.set_num_threads(threads)
     lines = [
