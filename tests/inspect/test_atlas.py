@@ -91,6 +91,11 @@ def test_the_page_is_alive_in_a_browser(written, chromium):
         )  # fmt: skip
         assert done.stdout.count('class="plot-container') == len(SHOWN) + 1 + more, done.stderr[-2000:]
         assert ("layer 1, head 2</h2>" in done.stdout) == bool(more)
+        if more:
+            arcs = re.search(r'id="arcs"[^>]*aria-label="Arcs from queries to keys: (\d+) weights', done.stdout)
+            drawn = re.findall(r"<path d=[^>]*><title>(\d+) .*? → (\d+) .*?: ([\d.]+)</title>", done.stdout)
+            assert len(drawn) == int(arcs[1]) > 0
+            assert all(int(q) > int(k) > 0 and float(weight) >= 0.1 for q, k, weight in drawn)
 
 
 DRIVEN = """<script>

@@ -14,6 +14,8 @@ from manyheads.inspect.roles import ROLES
 
 COLOURS = "Cividis"
 """Told apart by colour-blind readers, and in print."""
+ARCS = 0.1
+"""The least weight that is drawn as an arc."""
 
 
 def write_report(found: Atlas, path: Path) -> Path:
@@ -89,8 +91,12 @@ def _map_place(found: Atlas) -> Html:
     says += "tokens of the text, queries down and keys across, in 256 steps from its lowest to its highest."
     label = "Weights of the chosen head"
     chart = el("div", class_="chart", id_="map", role="group", aria_label=label, style="height: 34rem", hidden="")
+    arcs = el("div", class_="arcs", id_="arcs", role="img", data_from=str(ARCS), tabindex="0", hidden="")
+    below = (
+        f"As arcs, from each token to others with {ARCS} of its weight or more, but the first; dashed to later ones."
+    )
     return el("section", el("h2", "The map of a head", id_="map-title"), el("p", says, id_="map-says"), chart,
-              aria_labelledby="map-title")  # fmt: skip
+              el("p", below, hidden=""), arcs, aria_labelledby="map-title")  # fmt: skip
 
 
 def _packed_maps(found: Atlas) -> dict[str, bytes]:
@@ -209,6 +215,8 @@ def _detail(found: Atlas) -> str:
     for name, verb in (("importance", "matters most to the loss"), ("induction", "is the strongest induction head")):
         if name in found.tables and (top := found.tables[name].top(1)):
             layer, head, value = top[0]
+            if name == "induction" and name not in found.labels.get((layer, head), ()):
+                continue
             said.append(f"head {layer}.{head} {verb} ({number(value, 3)})")
     if "twin" in found.tables and (top := found.tables["twin"].top(1)):
         layer, head, value = top[0]
