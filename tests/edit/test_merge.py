@@ -256,8 +256,8 @@ def test_other_things_that_do_not_fit():
             "talking_heads may tell heads apart",
         ),
         (lambda: merge_heads(own("mla(rank=12, rope_dim=4)"), {0: [[0, 1]]}, tokens()), "heads of gqa are edited"),
-        (lambda: merge_heads(own("gqa", kv_source=[None, 0]), {0: [[0, 1]]}, tokens()), "shares rows"),
-        (lambda: merge_heads(own("gqa", loops=2), {0: [[0, 1]]}, tokens()), "run 2 times"),
+        (lambda: merge_heads(own("gqa", kv_source=[None, 0]), {0: [[0, 1]]}, tokens()), "are read by another layer"),
+        (lambda: merge_heads(own("gqa", loops=2), {0: [[0, 1]]}, tokens()), "runs its blocks 2 times"),
     ):
         with pytest.raises(OptionError) as error:
             call()

@@ -37,7 +37,7 @@ from manyheads.convert.moves.common import between
 from manyheads.core.check import check_whole, is_number
 from manyheads.core.part import OptionError, Part
 from manyheads.core.spec import Spec
-from manyheads.edit.layers import ALIKE, Rows, editable, gqa_of, put, spec_of, with_rows
+from manyheads.edit.layers import ALIKE, Rows, gqa_layers, gqa_of, put, spec_of, with_rows
 from manyheads.stack.heads import Schedule
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 from manyheads.stack.sources import per_layer
@@ -72,7 +72,7 @@ def widen(
     if scale not in ("kept", "folded"):
         raise OptionError(f"scale={scale!r}; the factor of scores is kept or folded")
     check_whole(**{n: w for n, w in (("head_dim", head_dim), ("v_dim", v_dim)) if w is not None})
-    ours, chosen = editable(model, layers)
+    ours, chosen = gqa_layers(model, layers)
     plans = {number: _widths(number, layer, head_dim, v_dim) for number, layer in chosen.items()}
     made: dict[int, Attention] = {}
     for number, layer in chosen.items():
@@ -148,7 +148,7 @@ def grow(
             "own, so that the function would not stay; give numbers, or train such a model: "
             "ManyheadsConfig(heads='prism')"
         )
-    ours, chosen = editable(model, layers, COPIES | {"differential"})
+    ours, chosen = gqa_layers(model, layers, COPIES | {"differential"})
     counts = cast("list[int]", per_layer(heads, len(ours.attentions), "head counts"))
     check_whole(**{f"heads[{n}]": counts[n] for n in chosen})
     made: dict[int, Attention] = {}
@@ -235,7 +235,7 @@ def split_heads(
         OptionError: key heads that are no multiple of the present ones or do not divide the query heads.
     """
     check_whole(copies=copies)
-    ours, chosen = editable(model, layers, COPIES)
+    ours, chosen = gqa_layers(model, layers, COPIES)
     made: dict[int, Attention] = {}
     for number, layer in chosen.items():
         rows, heads, groups = Rows.of(layer), layer.heads * copies, layer.layout.kv

@@ -17,14 +17,16 @@ from manyheads.convert.adopt import adopt
 from manyheads.convert.moves.common import Layer, like, linear_rows, set_rows
 from manyheads.convert.stream import batches
 from manyheads.core.linear import quicken
-from manyheads.core.part import OptionError
 from manyheads.core.spec import Spec
-from manyheads.edit.slices import resized
+from manyheads.edit.slices import EditError, groups_of, resized
+from manyheads.inspect.layers import layers_of
+from manyheads.stack.bank import Bank
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 from manyheads.stack.seam import put_attention
 
 ALIKE = frozenset({"gqa", "rope", "window", "softmax", "qk-norm"})
 """Parts that do the same to every head, whichever and however many there are."""
+READ = "the rows of layer {} are read by another layer, whose heads would have to change too"
 
 
 class Rows(NamedTuple):
@@ -76,33 +78,46 @@ def with_rows(layer: Layer, rows: Rows, spec: Spec | None = None) -> Layer:
     return new
 
 
-def editable(
+def own_layers(model: ManyheadsForCausalLM) -> dict[int, Attention]:
+    """The layers of a model by number, as `inspect` counts them, those whose rows no other layer reads.
+
+    Raises:
+        EditError: layers have weights in common, or blocks run several times with one set of weights.
+    """
+    if model.config.base is None and model.config.loops > 1:
+        raise EditError(f"this model runs its blocks {model.config.loops} times; heads are edited where they run once")
+    if any(True for bank in model.modules() if isinstance(bank, Bank) for _ in bank.parameters()):
+        raise EditError("layers of this model share weights; heads are edited where each layer has its own")
+    read = {id(model.attentions[at]) for at in model.config.kv_source if at is not None}
+    own = {id(layer) for layer in model.attentions} - read
+    return {layer.number: cast(Attention, layer.module) for layer in layers_of(model) if id(layer.module) in own}
+
+
+def gqa_layers(
     model: PreTrainedModel, wanted: Iterable[int] | None = None, parts: frozenset[str] = ALIKE
 ) -> tuple[ManyheadsForCausalLM, dict[int, Attention]]:
     """The model as ours, and the layers to edit (all by default), by number.
 
     Raises:
-        OptionError: a layer that is not there, is not `gqa`, has a part beside `parts`, or shares rows or weights with
+        EditError: a layer that is not there, is not `gqa`, has a part beside `parts`, or shares rows or weights with
             others.
     """
     ours = adopt(model)
-    config, layers = ours.config, ours.attentions
-    if config.base is None and config.loops > 1:
-        raise OptionError(f"the layers run {config.loops} times with the same weights; heads are edited where loops=1")
-    numbers = range(len(layers)) if wanted is None else [*wanted]
-    read = {source for source in (*config.kv_source, *config.attn_source) if source is not None}
+    own, count = own_layers(ours), len(ours.attentions)
+    numbers = range(count) if wanted is None else [*wanted]
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(layers):
-            raise OptionError(f"there is no layer {number!r}; this model has 0 to {len(layers) - 1}")
-        layer = layers[number]
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+            raise EditError(f"there is no layer {number!r}; this model has 0 to {count - 1}")
+        if number not in own:
+            raise EditError(READ.format(number))
+        layer = own[number]
+        groups_of(layer)
         names = [part.name for part in layer.spec.parts]
         if "gqa" not in names:
-            raise OptionError(f"layer {number} is {layer.spec}; heads of gqa are edited")
+            raise EditError(f"layer {number} is {layer.spec}; heads of gqa are edited")
         if other := next((name for name in names if name not in parts), None):
-            raise OptionError(f"layer {number}: {other} may tell heads apart; known not to: {', '.join(sorted(parts))}")
-        if number in read or layer.site.kv_source is not None or layer.site.attn_source is not None:
-            raise OptionError(f"layer {number} shares rows or attention weights with another layer")
-    return ours, {number: layers[number] for number in numbers}
+            raise EditError(f"layer {number}: {other} may tell heads apart; known not to: {', '.join(sorted(parts))}")
+    return ours, {number: own[number] for number in numbers}
 
 
 def put(model: ManyheadsForCausalLM, made: Mapping[int, Attention]) -> None:

@@ -44,7 +44,7 @@ from manyheads.core.part import OptionError
 from manyheads.edit.layers import (
     Rows,
     batches,
-    editable,
+    gqa_layers,
     inputs_of,
     measuring,
     put,
@@ -110,7 +110,7 @@ def merge_heads(
     if not isinstance(clusters, Mapping) or not clusters:
         raise OptionError(f"clusters are given by layer, such as {{3: [[0, 2]]}}, not {clusters!r}")
     check_share(damping=damping)
-    ours, layers = editable(model, clusters)
+    ours, layers = gqa_layers(model, clusters)
     whole = {n: _whole(layers[n], n, named, how) for n, named in clusters.items()}
     made: dict[int, Attention] = {}
     errors: dict[int, Errors] = {}
@@ -155,7 +155,7 @@ def alike_heads(
     """
     if by not in ("maps", "outputs"):
         raise OptionError(f"by={by!r}; heads are alike by their maps or their outputs")
-    ours, chosen = editable(model, layers)
+    ours, chosen = gqa_layers(model, layers)
     counts = {number: _left(layer, number, to, keys) for number, layer in chosen.items()}
     windows = [*tokens.to(ours.device).split(max(1, BATCH // tokens.shape[1]))]
     with measuring(ours):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,10 @@ from manyheads.attention import Attention
 from manyheads.convert.adopt import adopt
 from manyheads.core.linear import quicken
 from manyheads.edit.groups import Heads, Regroup, check_regroup, keep_of, named
+from manyheads.edit.layers import READ, own_layers
 from manyheads.edit.slices import EditError, Kept, sliced
 from manyheads.inspect.ablate import ablate
 from manyheads.inspect.layers import layers_of
-from manyheads.stack.bank import Bank
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 
 SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -49,26 +49,11 @@ def prune(
     check_regroup(regroup)
     ours = adopt(model)
     removed = named(ours, heads)
-    modules = editable(ours)
+    modules = own_layers(ours)
     for number in removed.keys() - modules.keys():
-        raise EditError(f"the rows of layer {number} are read by another layer, whose heads would have to change too")
+        raise EditError(READ.format(number))
     kept = {number: keep_of(modules[number], of, regroup) for number, of in removed.items()}
     return replaced(ours, {number: pruned(modules[number], of) for number, of in kept.items()}, share=share)
-
-
-def editable(model: ManyheadsForCausalLM) -> dict[int, Attention]:
-    """The layers of a model by number, as `inspect` counts them, those whose rows no other layer reads.
-
-    Raises:
-        EditError: layers have weights in common, or blocks run several times with one set of weights.
-    """
-    if model.config.base is None and model.config.loops > 1:
-        raise EditError(f"this model runs its blocks {model.config.loops} times; heads are edited where they run once")
-    if any(True for bank in model.modules() if isinstance(bank, Bank) for _ in bank.parameters()):
-        raise EditError("layers of this model share weights; heads are edited where each layer has its own")
-    read = {id(model.attentions[at]) for at in model.config.kv_source if at is not None}
-    own = {id(layer) for layer in model.attentions} - read
-    return {layer.number: cast(Attention, layer.module) for layer in layers_of(model) if id(layer.module) in own}
 
 
 def pruned(layer: Attention, kept: Kept) -> Attention:
@@ -113,7 +98,7 @@ def replaced(model: ManyheadsForCausalLM, new: dict[int, Attention], *, share: b
 
     share: its other tensors are those of the model, and no copies.
     """
-    old = editable(model)
+    old = own_layers(model)
     memo: dict[int, Any] = {id(old[number]): layer for number, layer in new.items()}
     if share:
         memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -130,4 +115,4 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in {*model.parameters()})
 
 
-__all__ = ["SLACK", "editable", "parameters", "prune", "pruned", "replaced"]
+__all__ = ["SLACK", "parameters", "prune", "pruned", "replaced"]

@@ -28,7 +28,7 @@ from manyheads.convert.stats import AttentionStats, Pairs
 from manyheads.convert.stats import measure as statistics
 from manyheads.core.check import check_whole
 from manyheads.core.part import OptionError
-from manyheads.edit.layers import Rows, editable, inputs_of, measuring, put, relative_error, with_rows
+from manyheads.edit.layers import Rows, gqa_layers, inputs_of, measuring, put, relative_error, with_rows
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 from manyheads.stack.seam import SeamAttention
 
@@ -67,10 +67,10 @@ def regroup(
         how: of the merge, see `ToGQA`.
 
     Raises:
-        OptionError: a number that does not divide the key heads, or layers that `editable` or the merge refuses. The
+        OptionError: a number that does not divide the key heads, or layers that `gqa_layers` or the merge refuses. The
             model is as it was.
     """
-    ours, chosen = editable(model, layers)
+    ours, chosen = gqa_layers(model, layers)
     if how not in ("fitted", "lowrank", "mean", "first"):
         raise OptionError(f"how={how!r}; key heads are merged by fitted, lowrank, mean or first")
     for number, layer in chosen.items():

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from manyheads.attention import Attention
 from manyheads.convert.adopt import adopt
 from manyheads.edit.groups import Regroup, check_regroup, keep_of
-from manyheads.edit.prune import editable, parameters, pruned
+from manyheads.edit.layers import own_layers
+from manyheads.edit.prune import parameters, pruned
 from manyheads.edit.slices import EditError, groups_of, spec_of
 from manyheads.inspect.ablate import Inputs, ablate, batches_of, run
 from manyheads.inspect.layers import layers_of
@@ -273,7 +274,7 @@ class _Heads:
         self.steps: list[Step] = []
         self.removed: dict[int, set[int]] = {}
         self._sizes: dict[tuple[int, frozenset[int]], Fraction] = {}
-        for number, layer in editable(model).items():
+        for number, layer in own_layers(model).items():
             self.layers[number] = layer
             try:
                 for unit in self.units(number, torch.zeros(layer.heads))[:1]:

@@ -20,11 +20,11 @@ from manyheads.attention.grouped import same_biases
 from manyheads.attention.project.dha import DHA
 from manyheads.attention.project.gqa import GQA
 from manyheads.attention.project.mla import MLA
-from manyheads.core.part import Heads, Part
+from manyheads.core.part import Heads, OptionError, Part
 from manyheads.core.spec import Spec
 
 
-class EditError(ValueError):
+class EditError(OptionError):
     """Heads that cannot be edited so, why, and what would fit. Raised before a weight is touched."""
 
 
