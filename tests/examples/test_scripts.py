@@ -8,6 +8,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
 FAST = {
+    "alternet": ("--seeds", "1", "--steps", "1"),
     "attention_deconstruction": ("--steps", "1"),
     "forgetting": ("--seeds", "1", "--steps", "1"),
     "icl_regression": ("--steps", "1"),
