@@ -10,6 +10,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 FAST = {
     "alternet": ("--seeds", "1", "--steps", "1"),
     "attention_deconstruction": ("--steps", "1"),
+    "content_types": ("--steps", "1"),
     "forgetting": ("--seeds", "1", "--steps", "1"),
     "icl_regression": ("--steps", "1"),
     "interaction_operator": (),

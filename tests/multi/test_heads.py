@@ -26,9 +26,16 @@ LINES = {
     "ranking": ((2, 4, 8), torch.tensor([[1.0, 0.0, NAN, 2.0], [1.0, 1.0, 1.0, NAN]])),
     "ranking(loss=pairwise)": ((2, 4, 8), torch.tensor([[1.0, 0.0, NAN, 2.0], [3.0, 1.0, 1.0, NAN]])),
     "matryoshka(classes=3, slices=[2, 4, 8])": ((3, 8), torch.tensor([0, 2, -100])),
+    "matryoshka(classes=2, slices=[2, 8], sigmoid=true)": ((3, 8), torch.tensor([[0, 1], [-100, 1], [-100, -100]])),
     "density(components=3, size=2)": ((3, 8), torch.tensor([[1.0, NAN], [0.5, 2.0], [NAN, NAN]])),
     "density": ((2, 8), torch.tensor([1.0, NAN])),
     "hypotheses(count=3, size=2)": ((3, 8), torch.tensor([[1.0, NAN], [0.5, 2.0], [NAN, NAN]])),
+    "gramian(classes=3, count=2, gram=3, width=4, attention=2, groups=2, norm=layer, decorrelation=-0.1, scale=0.1)": (
+        (3, 5, 8),
+        torch.tensor([0, 2, -100]),
+    ),
+    "energy": ((3, 4, 8), torch.tensor([3.0, NAN, -2.0])),
+    "energy(hidden=6, shift=1.0, scale=2.0)": ((2, 3, 8), torch.tensor([3.0, -2.0])),
     "hypotheses(relaxed=0.1)": ((2, 8), torch.tensor([1.0, NAN])),
 }
 
@@ -179,3 +186,31 @@ def test_options_that_cannot_be(line):
 def test_heads_are_plain_values():
     head = Regression(weight=2.0)
     assert dataclasses.replace(head, weight=1.0) == Regression() and hash(head) != hash(Regression())
+
+
+def test_slices_see_the_beginning_alone_and_yes_or_no_labels_are_told_cell_by_cell():
+    torch.manual_seed(0)
+    head = Matryoshka(2, (2, 4, 8), sigmoid=True)
+    net = head.build(8).to(D)
+    x, y = torch.randn(5, 8, dtype=D), torch.tensor([[0, 1], [-100, 1], [-100, -100], [1, 0], [1, 1]])
+    out, known = net(x), head.known(y)
+    for place, width in enumerate(head.slices):
+        cut = x.clone()
+        cut[:, width:] = 7.0  # what lies behind a slice is nothing to it
+        assert torch.equal(net(cut)[:, : place + 1], out[:, : place + 1])
+    assert torch.equal(out[:, -1], net.each[-1](x))  # the last one reads all
+    cells = F.binary_cross_entropy_with_logits(
+        out, y[:, None].expand(-1, 3, -1).to(D).clamp(min=0), reduction="none"
+    ).mean(1)
+    torch.testing.assert_close(head.losses(out, y, known), cells[known])
+    hits = ((out[:, 0] > 0) == y.bool())[known].double().mean().item()
+    assert head.metrics(head.sums(out, y, known))["accuracy@2"] == pytest.approx(hits)
+    assert torch.equal(head.predict(out), (out[:, -1] > 0).long())
+    assert sum(p.numel() for p in net.parameters()) == 2 * (2 + 4 + 8) + 2 * 3
+
+
+def test_lines_name_submodules():
+    assert read_head("regression(features=layers.1.mlp)").features == "layers.1.mlp"
+    assert read_head("regression(features=3)").features == "3"
+    with pytest.raises(ValueError, match=r"features=….: 0\.1 is not a str"):  # 0.10 would be another one
+        read_head("regression(features=0.1)")

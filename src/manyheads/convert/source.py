@@ -55,13 +55,20 @@ class Source:
         return self.tokenizer
 
 
-def load_source(name: str | Path, *, dtype: torch.dtype = torch.float32) -> Source:
-    """Load a causal language model and its tokenizer.
+def load_source(
+    name: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    auto: Any = AutoModelForCausalLM,
+    spare: tuple[str, ...] = (),
+) -> Source:
+    """Load a causal language model, or what else `auto` reads, and its tokenizer.
 
     Args:
         name: a hub name (`owner/model`), a folder with config.json and safetensors files (sharded or not; also one
             that this library wrote), a `.gguf` file, or `smollm2` for the embedded model.
         dtype: of the weights in memory.
+        auto: the class of transformers that reads a folder. spare: beginnings of names of tensors that it may lack.
 
     Raises:
         SourceError: the files are missing, truncated or corrupt, or the hub does not answer.
@@ -73,12 +80,12 @@ def load_source(name: str | Path, *, dtype: torch.dtype = torch.float32) -> Sour
         return _load_gguf(embedded_file(), EMBEDDED, dtype)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _load_folder(path, path.resolve().name, dtype)
+        return _load_folder(path, path.resolve().name, dtype, auto, spare)
     if path.suffix == ".gguf" or path.is_file():
         return _load_gguf(path, path.stem, dtype)
     if isinstance(name, Path) or path.is_absolute() or name[0] in "./~" or name.count("/") > 1:
         raise SourceError(f"{name}: no such file or folder")
-    return _load_folder(_download(name), name, dtype)
+    return _load_folder(_download(name), name, dtype, auto, spare)
 
 
 def open_source(name: str | Path) -> Source:
@@ -181,16 +188,16 @@ def _tensor_names(file: Path) -> set[str]:
     return set(header)
 
 
-def _load_folder(folder: Path, name: str, dtype: torch.dtype) -> Source:
+def _load_folder(folder: Path, name: str, dtype: torch.dtype, auto: Any, spare: tuple[str, ...]) -> Source:
     config = read_config(folder)
     weight_files(folder)
     if config.get("model_type") == "manyheads":
         import_module("manyheads.stack")  # registers the class that reads its own checkpoints
     with quiet(), _explained(folder):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        loaded: Any = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         model, report = loaded
         tokenizer = _tokenizer(folder)
-    if missing := sorted(report["missing_keys"]):
+    if missing := sorted(key for key in report["missing_keys"] if not key.startswith(spare)):
         raise SourceError(f"{folder} lacks {len(missing)} tensors that its config asks for, the first is {missing[0]}")
     return Source(model.eval(), tokenizer, name, folder)
 

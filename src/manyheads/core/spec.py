@@ -36,7 +36,7 @@ class SpecError(OptionError):
     """A line that is not a spec, or parts that do not go together."""
 
 
-_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_][\w-]*)|(?P<number>[-+]?\d[\w.+-]*)|(?P<sign>[+(),=\[\]]))")
+_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z_][\w-]*(?:\.[\w-]+)*)|(?P<number>[-+]?\d[\w.+-]*)|(?P<sign>[+(),=\[\]]))")
 
 
 @dataclass(frozen=True)
@@ -374,6 +374,8 @@ def _fit(value: Any, hint: Any) -> Any:
         return None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):  # a submodule may be called 0
+        return str(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ValueError(f"{_value(value)} is not {_wanted(hint)}")
     return value

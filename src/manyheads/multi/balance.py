@@ -104,7 +104,10 @@ class _Meet(torch.autograd.Function):
 
 
 def make_balance(balance: str | Sum | Callable[[Tensor], Tensor], heads: Mapping[str, Head]) -> Sum:
-    """`sum`, `uncertainty`, an aggregator of torchjd such as `UPGrad`, or a function of a matrix, a row a head."""
+    """`sum`, `uncertainty`, `averaged`, `balanced`, an aggregator of torchjd such as `UPGrad`, or a function.
+
+    The function is of a matrix, a row a head.
+    """
     if isinstance(balance, Sum):
         return balance
     if callable(balance):
@@ -113,6 +116,9 @@ def make_balance(balance: str | Sum | Callable[[Tensor], Tensor], heads: Mapping
         return Sum()
     if balance == "uncertainty":
         return Uncertainty(heads)
+    if balance in ("averaged", "balanced"):
+        rates = import_module("manyheads.multi.rates")
+        return rates.Averaged() if balance == "averaged" else rates.Balanced()
     try:
         library = import_module("torchjd.aggregation")
     except ImportError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -63,16 +64,14 @@ def leave_early(
 
         return hook
 
-    places = [model.trunk.get_submodule(model.tap(name)) for name in exits]
-    handles = [place.register_forward_hook(look(name)) for place, name in zip(places, exits, strict=True)]
-    try:
-        with torch.no_grad():
+    if len(nodes := {model.node(name) for name in exits}) != 1:
+        raise ValueError(f"exits {list(exits)} are in different branches of the trunk, which runs one of them")
+    with model.standing(nodes.pop()), torch.no_grad(), ExitStack() as hooks:
+        for name in exits:
+            place = model.trunk.get_submodule(model.tap(name))
+            hooks.callback(place.register_forward_hook(look(name)).remove)
+        with suppress(_Enough):
             model.run_trunk(*inputs, mask=mask, **more)
-    except _Enough:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
     if not ran or ran != list(exits)[: len(ran)]:
         raise ValueError(f"exits {list(exits)} are not in the order in which the trunk runs them: {ran}")
     tops, classes = (torch.stack(each) for each in zip(*found, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ def save(model: MultiHead, folder: str | Path, **more: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / WEIGHTS)
     heads = {name: to_fields(head) | {"width": model.widths[name]} for name, head in model.heads.items()}
+    if len(model.nodes) > 1:
+        more["nodes"] = [asdict(node) for node in model.nodes.values()]
     (folder / HEADS).write_text(json.dumps({"heads": heads, **more}, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
@@ -34,6 +37,7 @@ def saved(folder: str | Path) -> dict[str, Any]:
 def load(model: MultiHead, folder: str | Path, *, strict: bool = True) -> list[str]:
     """Load weights. Returns what differs: heads that only the folder has, or only the model, or that are others there.
 
+    A trunk that does not branch yet branches as the folder's does.
     strict: differences are an error; else the trunk and what is the same are loaded, other heads stay as they are.
     """
     there = saved(folder)["heads"]
@@ -46,6 +50,9 @@ def load(model: MultiHead, folder: str | Path, *, strict: bool = True) -> list[s
             differ.append(f"head {name!r} is {there[name]} in the folder, and {here[name]} in this model")
     if differ and strict:
         raise ValueError(f"{folder}: {'; '.join(differ)} (strict=False loads the rest)")
+    nodes = saved(folder).get("nodes")
+    if nodes and not differ and len(model.nodes) == 1:
+        model.regrow(nodes)
     state, own = load_file(Path(folder) / WEIGHTS), model.state_dict()
     state = {key: value for key, value in state.items() if key in own or not key.startswith("balance.")}
     if strict:

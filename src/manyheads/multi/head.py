@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from manyheads.core.kinds import Kinds
 from manyheads.core.part import OptionError
-from manyheads.core.spec import read_one
 
 MISSING = -100
 """What stands for a missing class; of numbers, NaN does."""
@@ -152,30 +151,8 @@ def share(sums: Tensor) -> float:
     return float(sums[0] / sums[1]) if float(sums[1]) else math.nan
 
 
-KINDS: dict[str, type[Head]] = {}
-H = TypeVar("H", bound=type[Head])
-
-
-def register_head(name: str) -> Callable[[H], H]:
-    """Give a kind of head its name."""
-
-    def put(kind: H) -> H:
-        kind.name = name
-        KINDS[name] = kind
-        return kind
-
-    return put
-
-
-def find_head(name: str) -> type[Head]:
-    if name not in KINDS:
-        raise OptionError(f"there is no head {name!r}; there are {', '.join(sorted(KINDS))}")
-    return KINDS[name]
-
-
-def read_head(line: str | Head) -> Head:
-    """`classification(classes=3)` as a head."""
-    return line if isinstance(line, Head) else read_one(line, find_head)
+KINDS = Kinds(Head, "head {}")
+register_head, find_head, read_head = KINDS.register, KINDS.find, KINDS.read
 
 
 def to_fields(head: Head) -> dict[str, Any]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers.utils.generic import ModelOutput
 
-from manyheads.multi.balance import make_balance, processes
+from manyheads.multi.balance import Uncertainty, make_balance, processes
+from manyheads.multi.between import Between, key_of, read_between
 from manyheads.multi.head import Head, read_head
+from manyheads.multi.pool import pooled
+from manyheads.multi.tree import Pass, Tree
+from manyheads.multi.trunk import load_trunk
 
 Targets = Mapping[str, Any]
 
@@ -41,7 +46,7 @@ def naming(name: str) -> Iterator[None]:
         raise type(error)(f"head {name!r}: {error}") from None
 
 
-class MultiHead(nn.Module):
+class MultiHead(Tree):
     """A trunk that runs once, and heads that read what it gives.
 
     >>> model = MultiHead(trunk, {"age": "regression", "kind": "classification(classes=3)"}, width=32)
@@ -58,25 +63,32 @@ class MultiHead(nn.Module):
     batch; wrap with find_unused_parameters=True, as `Trainer` does. Several passes before a step each have a backward
     of their own, all but the last under `no_sync`.
 
+    The trunk may branch: `split` gives groups of heads modules of their own behind a submodule (`multi/tree.py`), and
+    what is shared still runs once. `extract` takes some heads out, `add` puts one on.
+
     Args:
-        trunk: any module. Features are its output (the tensor, `last_hidden_state`, or the first of a tuple), or the
-            output of the submodule `features`, for all heads or in a head's options.
+        trunk: any module, or the name of a pretrained one (`multi/trunk.py`). Features are its output (the tensor,
+            `last_hidden_state`, or the first of a tuple), or the output of the submodule `features`, for all heads or
+            in a head's options. A map `[B, C, h, w]` is read as tokens `[B, h·w, C]`.
         heads: a kind of head, or its line, by name; a list of pairs does too.
         width: of the features; a dict by submodule ("" is the trunk itself); asked of the modules where not given.
-        balance: `sum`, `uncertainty`, the name of an aggregator of torchjd, or one made by you (`multi/balance.py`).
+        balance: `sum`, `uncertainty`, `averaged` and `balanced` (by epochs, `multi/rates.py`), the name of an
+            aggregator of torchjd, or one made by you (`multi/balance.py`).
         checkpoint: the trunk's activations are computed again in backward.
+        between: what makes of the features one feature for each head, or its line, `mmoe(experts=4)`
+            (`multi/between.py`); heads with features of their own in their options read past it.
     """
 
     accepts_loss_kwargs = False  # of Trainer: losses are means, so it divides by the steps that it accumulates
 
     def __init__(
-        self, trunk: nn.Module, heads: Mapping[str, Head | str] | Iterable[tuple[str, Head | str]], *,
+        self, trunk: nn.Module | str, heads: Mapping[str, Head | str] | Iterable[tuple[str, Head | str]], *,
         features: str = "", width: int | Mapping[str, int] | None = None, balance: Any = "sum",
-        checkpoint: bool = False,
+        checkpoint: bool = False, between: Between | str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.trunk, self.features, self.checkpoint = trunk, features, checkpoint
-        self._takes_mask = "mask" in signature(trunk.forward).parameters
+        super().__init__(load_trunk(trunk) if isinstance(trunk, str) else trunk)
+        self.features, self.checkpoint = features, checkpoint
+        self._takes_mask = "mask" in signature(self.trunk.forward).parameters
         self.heads: dict[str, Head] = {}
         pairs = cast("Iterable[tuple[str, Head | str]]", heads.items() if isinstance(heads, Mapping) else heads)
         for name, head in pairs:
@@ -86,22 +98,97 @@ class MultiHead(nn.Module):
                 self.heads[name] = read_head(head)
         if not self.heads:
             raise ValueError("a model needs at least one head")
+        self.nodes[0].heads = [*self.heads]
         self.widths, self.nets = {}, nn.ModuleDict()
+        self.between = None
+        if between is not None:
+            options = read_between(between)
+            self.between_taps = options.taps or (features,)
+            widths = [self._width(tap, width) for tap in self.between_taps]
+            self.between = options.build(widths, [name for name in self.heads if self._joins(name)])
         for name in self.heads:
             with naming(name):
                 self._build(name, width)
         self.balance = make_balance(balance, self.heads)
 
     def _build(self, name: str, width: int | Mapping[str, int] | None) -> None:
-        head, tap = self.heads[name], self.tap(name)
+        if self.between is not None and self._joins(name):
+            self.widths[name] = self.between.width
+        else:
+            self.widths[name] = self._width(self.tap(name), width)
+        self.nets[key_of(name)] = self.heads[name].build(self.widths[name])
+
+    def _width(self, tap: str, width: int | Mapping[str, int] | None) -> int:
         if tap and tap not in dict(self.trunk.named_modules()):
             raise ValueError(f"the trunk has no submodule {tap!r}")
         given = width.get(tap) if isinstance(width, Mapping) else width
         found = given or _width(self.trunk.get_submodule(tap) if tap else self.trunk)
         if found is None:
             raise ValueError(f"how wide are the features of {tap or 'the trunk'}? give width=")
-        self.widths[name] = found
-        self.nets[_key(name)] = head.build(found)
+        return found
+
+    def _joins(self, name: str) -> bool:
+        """Whether a head reads what is between, where something is."""
+        return self.heads[name].features is None
+
+    def add(self, name: str, head: Head | str, *, width: int | Mapping[str, int] | None = None) -> Self:
+        """Put on another head, which reads the first node; the others' outputs stay as they are.
+
+        For a new task on a trunk that is done: `model.freeze().add("new", "regression")`. With `between`, its piece for
+        this head is new too. Make the optimiser afterwards.
+        """
+        if name in self.heads:
+            raise ValueError(f"head {name!r}: two heads have this name")
+        if isinstance(self.balance, Uncertainty):
+            raise ValueError(f"head {name!r}: balance='uncertainty' has learned a scale for each head; build it anew")
+        with naming(name):
+            self.heads[name] = read_head(head)
+            try:
+                self._build(name, width)
+                if self.between is not None and self._joins(name):
+                    self.between.add(name)
+            except ValueError:
+                for each in (self.heads, self.widths):
+                    each.pop(name, None)
+                self.nets = nn.ModuleDict({key_of(other): self.net(other) for other in self.heads})
+                raise
+        self.nodes[0].heads.append(name)
+        for made in (self.nets, self.between):
+            old = None if made is None else next(made.parameters(), None)
+            if made is not None and old is not None:
+                made.to(old.device, old.dtype)
+        return self
+
+    def extract(self, names: Sequence[str]) -> Self:
+        """A copy with these heads only, and of the trunk what they read; their outputs are bit-equal."""
+        for name in names:
+            self._known(name)
+        if not names:
+            raise ValueError("extract needs the name of a head, at least")
+        made = copy.deepcopy(self)
+        made.prune(names)
+        made.heads = {name: head for name, head in made.heads.items() if name in names}
+        made.widths = {name: made.widths[name] for name in made.heads}
+        made.nets = nn.ModuleDict({key_of(name): made.net(name) for name in made.heads})
+        if made.between is not None:
+            made.between.keep([*made.heads])
+        return made
+
+    def split(self, at: str, groups: Sequence[Sequence[str]], *, fresh: bool = False) -> Self:
+        if self.between is not None and not self.between.apart:
+            raise ValueError(f"split at {at!r}: {type(self.between).__name__} lets heads speak to each other")
+        return super().split(at, groups, fresh=fresh)
+
+    def taps(self) -> set[str]:
+        """Submodules of the trunk that are read."""
+        return {tap for name in self.heads for tap in self._taps(name)}
+
+    def _taps(self, name: str) -> tuple[str, ...]:
+        return self.between_taps if self.between is not None and self._joins(name) else (self.tap(name),)
+
+    def _known(self, name: str) -> None:
+        if name not in self.heads:
+            raise ValueError(f"there is no head {name!r}; there are {', '.join(map(repr, self.heads))}")
 
     def tap(self, name: str) -> str:
         """The submodule of the trunk that a head reads; "" is the trunk itself."""
@@ -115,11 +202,11 @@ class MultiHead(nn.Module):
 
     def key(self, name: str) -> str:
         """What a head's module is called in `nets`, and so in a checkpoint."""
-        return _key(name)
+        return key_of(name)
 
     def net(self, name: str) -> nn.Module:
         """A head's module."""
-        return self.nets[_key(name)]
+        return self.nets[key_of(name)]
 
     def forward(
         self, *inputs: Any, targets: Targets | None = None, heads: Sequence[str] | None = None,
@@ -136,21 +223,20 @@ class MultiHead(nn.Module):
         """
         names = list(self.heads if heads is None else heads)
         for name in names:
-            if name not in self.heads:
-                raise ValueError(f"there is no head {name!r}; there are {', '.join(map(repr, self.heads))}")
+            self._known(name)
         if targets is not None:
             self._keys(targets)
             if self.training:  # a target that is not there costs nothing, not even the features it would be read from
                 names = [name for name in names if targets.get(self.target(name)) is not None]
-        found = self._features(inputs, more, mask, {self.tap(name) for name in names})
+        found = self._features(inputs, more, mask, names)
         mask = more.get("attention_mask") if mask is None else mask
         mask = None if mask is None else mask.bool()
-        read = {name: self._read(name, found[self.tap(name)]) for name in names}
+        read = {name: self._read(name, self._like(name, found)) for name in names}
         labels = {} if targets is None else self._labels(read, targets)
         every = {} if targets is None else self._counts(labels)
         if targets is not None and self.training:
             names = [name for name in names if every[name][0]]
-        views = self._views(found, names)
+        views = self._views(found, names, mask)
         outputs = {name: self._run(name, views[name], mask) for name in names}
         if targets is None:
             return Output(outputs=outputs)
@@ -164,6 +250,8 @@ class MultiHead(nn.Module):
                 values = self.heads[name].losses(_precise(outputs[name]), *labels[name])
                 losses[name], shares[name] = values.sum() / total, here / total
         loss = self.balance.combine(losses, self.heads, shares) if losses else self._nothing(found)
+        if self.between is not None and self.training:
+            loss = loss + self.between.penalty({name: each for name, each in shares.items() if self._joins(name)})
         return Output(loss=loss, losses=losses, outputs=outputs)
 
     def predict(self, *inputs: Any, heads: Sequence[str] | None = None, **more: Any) -> dict[str, Tensor]:
@@ -217,30 +305,38 @@ class MultiHead(nn.Module):
             if key not in known:
                 raise ValueError(f"no head reads the target {key!r}; heads read {', '.join(map(repr, sorted(known)))}")
 
-    def _features(self, inputs: Any, more: Any, mask: Tensor | None, taps: set[str]) -> dict[str, Tensor]:
-        def run(*inputs: Any) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = {}
+    def _features(self, inputs: Any, more: Any, mask: Tensor | None, names: list[str]) -> dict[tuple[int, str], Tensor]:
+        """What is read, by node and submodule. Nodes without one of these heads do not run."""
+        wanted: dict[int, set[str]] = {} if names else {0: {""}}
+        for name in names:
+            wanted.setdefault(self.node(name), set()).update(self._taps(name))
 
-            def keep(tap: str) -> Any:
-                return lambda module, given, output: found.__setitem__(tap, _tensor(output, tap))
+        def run(*inputs: Any) -> dict[tuple[int, str], Tensor]:
+            found: dict[tuple[int, str], Tensor] = {}
+            along = Pass() if len(wanted) > 1 else None
 
-            handles = [self.trunk.get_submodule(tap).register_forward_hook(keep(tap)) for tap in taps if tap]
-            try:
-                output = self.run_trunk(*inputs, mask=mask, **more)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            if "" in taps or not taps:
-                found[""] = _tensor(output, "")
+            def keep(node: int, tap: str) -> Any:
+                return lambda module, given, output: found.__setitem__((node, tap), _tensor(output, tap))
+
+            for node, taps in sorted(wanted.items()):
+                with self.standing(node, along), ExitStack() as hooks:
+                    for tap in taps:
+                        if tap:
+                            module = self.trunk.get_submodule(tap)
+                            hooks.callback(module.register_forward_hook(keep(node, tap)).remove)
+                    output = self.run_trunk(*inputs, mask=mask, **more)
+                if "" in taps:
+                    found[node, ""] = _tensor(output, "")
             return found
 
         if self.checkpoint and self.training and torch.is_grad_enabled():
-            found = cast("dict[str, Tensor]", recompute(run, *inputs, use_reentrant=False))
+            found = cast("dict[tuple[int, str], Tensor]", recompute(run, *inputs, use_reentrant=False))
         else:
             found = run(*inputs)
-        for name in self.heads:
-            if self.tap(name) in taps and self.tap(name) not in found:
-                raise ValueError(f"head {name!r}: the trunk did not run its submodule {self.tap(name)!r}")
+        for name in names:
+            for tap in self._taps(name):
+                if (self.node(name), tap) not in found:
+                    raise ValueError(f"head {name!r}: the trunk did not run its submodule {tap!r}")
         return found
 
     def run_trunk(self, *inputs: Any, mask: Tensor | None = None, **more: Any) -> Any:
@@ -250,12 +346,20 @@ class MultiHead(nn.Module):
     def run_alone(self, name: str, output: Any, mask: Tensor | None = None) -> Tensor:
         """One head, on what the submodule that it reads has just given."""
         mask = None if mask is None else mask.bool()
+        if self.between is not None and self._joins(name):
+            raise ValueError(f"head {name!r} reads what is between, which is not run for one head alone")
         return self._run(name, self._read(name, _tensor(output, self.tap(name))), mask)
+
+    def _like(self, name: str, found: Mapping[tuple[int, str], Tensor]) -> Tensor:
+        """Something shaped as what a head is about to read."""
+        features = [found[self.node(name), tap] for tap in self._taps(name)]
+        return self.between.like(features) if self.between is not None and self._joins(name) else features[0]
 
     def _read(self, name: str, features: Tensor) -> Tensor:
         """The features that a head's labels are one of each row of, checked."""
         head, width, tap = self.heads[name], self.widths[name], self.tap(name) or "the trunk"
         wanted = 3 if head.reads != "rows" or head.pool else 2
+        features = _tokens(features)
         shape = list(features.shape)
         with naming(name):
             if features.dim() != wanted:
@@ -292,11 +396,20 @@ class MultiHead(nn.Module):
         pairs = torch.stack([here, everywhere / several]).T.tolist()
         return {name: (one, all_of_them, several) for name, (one, all_of_them) in zip(self.heads, pairs, strict=True)}
 
-    def _views(self, found: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    def _views(
+        self, found: Mapping[tuple[int, str], Tensor], names: list[str], mask: Tensor | None
+    ) -> dict[str, Tensor]:
+        alike: dict[tuple[int, tuple[str, ...], bool], list[str]] = {}
+        for name in names:
+            alike.setdefault((self.node(name), self._taps(name), self._joins(name)), []).append(name)
         views: dict[str, Tensor] = {}
-        for tap in {self.tap(name): None for name in names}:
-            views |= self.balance.views(found[tap], [name for name in names if self.tap(name) == tap])
-        return views
+        for (node, taps, joins), some in alike.items():
+            features = [found[node, tap] for tap in taps]
+            if self.between is not None and joins:
+                views |= self.between(features, some, self.balance.views, mask)
+            else:
+                views |= self.balance.views(features[0], some)
+        return {name: _tokens(view) for name, view in views.items()}
 
     def _run(self, name: str, features: Tensor, mask: Tensor | None) -> Tensor:
         head = self.heads[name]
@@ -304,7 +417,7 @@ class MultiHead(nn.Module):
             features, mask = pooled(features, head.pool, mask), None
         return head.output(self.net(name), features, mask)
 
-    def _nothing(self, found: Mapping[str, Tensor]) -> Tensor:
+    def _nothing(self, found: Mapping[tuple[int, str], Tensor]) -> Tensor:
         """Zero, for a batch without labels: backward runs, and no gradient comes of it.
 
         Of several processes each has to take part, so there the trunk gets zeros.
@@ -316,19 +429,6 @@ class MultiHead(nn.Module):
 
     def extra_repr(self) -> str:
         return "\n".join(f"{name}: {head}" for name, head in self.heads.items())
-
-
-def pooled(x: Tensor, pool: str, mask: Tensor | None = None) -> Tensor:
-    """`[B, T, D]` to `[B, D]` over tokens that are no padding; a row of nothing but padding gives zeros."""
-    if mask is None:
-        mask = x.new_ones(x.shape[:2], dtype=torch.bool)
-    kept = mask[..., None]
-    if pool == "mean":
-        return x.masked_fill(~kept, 0).sum(1) / kept.sum(1).clamp(min=1)
-    if pool == "max":
-        return x.masked_fill(~kept, -math.inf).amax(1).masked_fill(~mask.any(1)[:, None], 0)
-    at = mask.int().argmax(1) if pool == "first" else mask.shape[1] - 1 - mask.int().flip(1).argmax(1)
-    return x[torch.arange(len(x), device=x.device), at].masked_fill(~mask.any(1)[:, None], 0)
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -367,9 +467,9 @@ def _like(output: Tensor, head: Head) -> Tensor:
     return output if head.reads != "lists" else output[..., None]
 
 
-def _key(name: str) -> str:
-    """A name for a module: neither dots nor what modules themselves are called."""
-    return "of " + name.replace(".", "%2E")
+def _tokens(features: Tensor) -> Tensor:
+    """A map `[B, C, h, w]` as tokens."""
+    return features.flatten(2).mT if features.dim() == 4 else features
 
 
 def _tensor(output: Any, tap: str) -> Tensor:
@@ -388,14 +488,18 @@ def _tensor(output: Any, tap: str) -> Tensor:
 def _width(module: nn.Module) -> int | None:
     """How wide a module's output is, where the module says so."""
     config = getattr(module, "config", None)
-    for owner, name in ((module, "out_features"), (module, "dim"), (module, "width"), (config, "hidden_size")):
+    for owner, name in (
+        (module, "out_features"),
+        (module, "dim"),
+        (module, "width"),
+        (module, "num_features"),
+        (config, "hidden_size"),
+    ):
         value = getattr(owner, name, None)
         if isinstance(value, int):
             return value
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return module.normalized_shape[-1]
-    if isinstance(module, nn.BatchNorm1d):
-        return module.num_features
     children = list(module.children())
     if isinstance(module, nn.Sequential):
         return next((found for child in reversed(children) if (found := _width(child))), None)

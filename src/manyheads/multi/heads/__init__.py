@@ -2,6 +2,8 @@
 
 from manyheads.multi.heads.classification import Classification
 from manyheads.multi.heads.density import Density
+from manyheads.multi.heads.energy import Energy
+from manyheads.multi.heads.gramian import Gramian
 from manyheads.multi.heads.hypotheses import Hypotheses
 from manyheads.multi.heads.matryoshka import Matryoshka
 from manyheads.multi.heads.multi_label import MultiLabel
@@ -14,6 +16,8 @@ from manyheads.multi.heads.tokens import Tokens
 __all__ = [
     "Classification",
     "Density",
+    "Energy",
+    "Gramian",
     "Hypotheses",
     "Matryoshka",
     "MultiLabel",
