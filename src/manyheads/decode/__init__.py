@@ -1,5 +1,6 @@
 """Heads and look-ups that let a model write several tokens a step, the same tokens that it would have written."""
 
+from manyheads.decode.buckets import attention_buckets, choose_bases, mix_logits, waveform
 from manyheads.decode.distil import Distillation, train
 from manyheads.decode.drafter import Drafter, RandomDrafter, Seen
 from manyheads.decode.lookup import PromptLookup
@@ -23,9 +24,13 @@ __all__ = [
     "Tree",
     "Typical",
     "Verifier",
+    "attention_buckets",
+    "choose_bases",
     "costs",
     "generate",
     "load",
+    "mix_logits",
     "plan",
     "train",
+    "waveform",
 ]

@@ -9,11 +9,11 @@ from functools import partial
 from torch import Tensor, nn
 
 from manyheads.attention import Attention
+from manyheads.core import stock
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Call, Out, attend
 from manyheads.core.part import Piece, Project
 from manyheads.core.tap import Tap
-from manyheads.inspect import stock
 from manyheads.inspect.look import Look
 from manyheads.stack.block import Block
 
