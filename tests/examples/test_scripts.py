@@ -14,10 +14,12 @@ FAST = {
     "forgetting": ("--seeds", "1", "--steps", "1"),
     "icl_regression": ("--steps", "1"),
     "interaction_operator": (),
+    "learned_monoid": ("--seeds", "1", "--steps", "2"),
     "memorization_capacity": ("--seeds", "1"),
     "rank_vs_heads": ("--seeds", "1", "--steps", "1"),
     "rgr_capacity": ("--seeds", "1", "--steps", "1"),
     "slt_mha": ("--seeds", "1"),
+    "t3time": ("--seeds", "1", "--steps", "1"),
     "yq_lsa": ("--seeds", "1", "--steps", "1"),
 }
 

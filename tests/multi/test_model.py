@@ -10,7 +10,7 @@ from tests.multi.models import HEADS, NAN, batch, gradients, model, same, trunk
 from torch import nn
 
 import manyheads as mh
-from manyheads.multi import Classification, MultiHead, Regression, collate, pooled
+from manyheads.multi import Classification, MultiHead, Regression, collate, pooled, read_head
 
 
 @settings(max_examples=8, deadline=None)
@@ -235,3 +235,26 @@ def test_thirty_tasks_of_which_some_are_labelled_for_a_few_rows():
     subset = nn.functional.cross_entropy(net.net("t1")(net.trunk(x[:3])), torch.tensor([1, 0, 1]))
     torch.testing.assert_close(out.losses["t1"], subset)
     assert "t2" not in out.losses and out.loss.isfinite()
+
+
+def test_a_head_pools_by_an_aggregator_that_it_learns():
+    trunk = nn.Linear(5, 8)
+    heads = {"y": Classification(3, pool="abmil(heads=2)"), "m": "regression(pool=mean)"}
+    model = MultiHead(trunk, heads, width=8)
+    x, mask = torch.randn(4, 6, 5), torch.ones(4, 6, dtype=torch.bool)
+    mask[1, 4:] = False
+    out = model(x, mask=mask, targets={"y": [0, 1, 2, 0], "m": [1.0, 2.0, 3.0, 4.0]})
+    out.loss.backward()
+    assert out.outputs["y"].shape == (4, 3)
+    pool = model.pools[model.key("y")]
+    assert all(p.grad is not None for p in pool.parameters()) and list(model.pools) == [model.key("y")]
+    expected = model.net("y")(pool(trunk(x), mask).out.flatten(1))
+    torch.testing.assert_close(out.outputs["y"], expected)
+    assert read_head("regression(pool=ggem)").pool == "ggem"
+    with pytest.raises(ValueError, match=r"pool='median' is none of mean, max, first, last, and there is no agg"):
+        Classification(3, pool="median")
+    for line in ("t3time", "pna(statistics=[mean"):
+        with pytest.raises(ValueError, match=r"pool=.*(any number of tokens|expected)"):
+            Classification(3, pool=line)
+    with pytest.raises(ValueError, match="head 'y': ggem: groups=8 do not divide 12"):
+        MultiHead(nn.Linear(5, 12), {"y": Classification(3, pool="ggem")})

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from manyheads.core.check import OptionError, check_whole
-from manyheads.core.spec import printed, read_one
+from manyheads.core.kinds import Kinds
+from manyheads.core.spec import printed
 
 
 class Pooled(NamedTuple):
@@ -257,33 +258,8 @@ def attend(
     return weights @ v, weights
 
 
-AGGREGATORS: dict[str, type[Options]] = {}
-O = TypeVar("O", bound=type[Options])
-
-
-def register_aggregator(name: str) -> Callable[[O], O]:
-    """Give a kind of aggregator its name."""
-
-    def put(kind: O) -> O:
-        old = AGGREGATORS.get(name)
-        if old is not None and (old.__module__, old.__qualname__) != (kind.__module__, kind.__qualname__):
-            raise OptionError(f"two aggregators are called {name!r}: {old.__module__} and {kind.__module__}")
-        kind.name = name
-        AGGREGATORS[name] = kind
-        return kind
-
-    return put
-
-
-def find_aggregator(name: str) -> type[Options]:
-    if name not in AGGREGATORS:
-        raise OptionError(f"there is no aggregator {name!r}; there are {', '.join(sorted(AGGREGATORS))}")
-    return AGGREGATORS[name]
-
-
-def read_aggregator(line: str | Options) -> Options:
-    """`abmil(heads=4, gated=true)` as options."""
-    return line if isinstance(line, Options) else read_one(line, find_aggregator, "an aggregator")
+KINDS = Kinds(Options, "aggregator {}")
+register_aggregator, find_aggregator, read_aggregator = KINDS.register, KINDS.find, KINDS.read
 
 
 def build(line: str | Options, width: int) -> Aggregator:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from manyheads.aggregate import read_aggregator
 from manyheads.core.kinds import Kinds
 from manyheads.core.part import OptionError
 
@@ -35,7 +36,8 @@ class Head:
     Args:
         weight: of the loss. target: the key of the labels in a batch (default: the head's name), so that several heads
             may learn one target. features: a submodule of the trunk whose output is read, in place of the trunk's.
-        pool: `mean`, `max`, `first` or `last` token that is no padding, for a head of rows on features of tokens.
+        pool: `mean`, `max`, `first` or `last` token that is no padding, or an aggregator's line (`abmil(heads=4)`),
+            which is learned with the head, for a head of rows on features of tokens.
         hidden: width of a hidden layer (0: the head is linear). dropout: before the last layer.
     """
 
@@ -56,7 +58,8 @@ class Head:
 
     def __post_init__(self) -> None:
         self.ask(math.isfinite(self.weight) and self.weight >= 0, f"weight={self.weight} is no finite number from 0 on")
-        self.ask(self.pool is None or self.pool in POOLS, f"pool={self.pool!r} is none of {', '.join(POOLS)}")
+        if self.pool is not None and self.pool not in POOLS:
+            self._check_pool(self.pool)
         self.ask(self.pool is None or self.reads == "rows", f"pool={self.pool!r}, but it reads {self.reads}")
         self.ask(self.hidden >= 0, f"hidden={self.hidden} is negative")
         self.ask(0 <= self.dropout < 1, f"dropout={self.dropout} is not in [0, 1)")
@@ -65,6 +68,14 @@ class Head:
         """Raise `OptionError` unless `right`."""
         if not right:
             raise OptionError(f"{self.name}: {otherwise}")
+
+    def _check_pool(self, line: str) -> None:
+        try:
+            options = read_aggregator(line)
+        except OptionError as error:
+            raise type(error)(f"{self.name}: pool={line!r} is none of {', '.join(POOLS)}, and {error}") from None
+        fits = options.tokens() is None and not options.merges and not options.needs
+        self.ask(fits, f"pool={line!r} does not pool any number of tokens on its own")
 
     def layers(self, width: int, outputs: int) -> nn.Module:
         """The usual module: linear, or with one hidden layer."""

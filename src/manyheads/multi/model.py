@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers.utils.generic import ModelOutput
 
+from manyheads.aggregate import build
 from manyheads.multi.balance import Uncertainty, make_balance, processes
 from manyheads.multi.between import Between, key_of, read_between
-from manyheads.multi.head import Head, read_head
+from manyheads.multi.head import POOLS, Head, read_head
 from manyheads.multi.pool import pooled
 from manyheads.multi.tree import Pass, Tree
 from manyheads.multi.trunk import load_trunk
@@ -99,7 +100,7 @@ class MultiHead(Tree):
         if not self.heads:
             raise ValueError("a model needs at least one head")
         self.nodes[0].heads = [*self.heads]
-        self.widths, self.nets = {}, nn.ModuleDict()
+        self.widths, self.nets, self.pools = {}, nn.ModuleDict(), nn.ModuleDict()
         self.between = None
         if between is not None:
             options = read_between(between)
@@ -116,7 +117,11 @@ class MultiHead(Tree):
             self.widths[name] = self.between.width
         else:
             self.widths[name] = self._width(self.tap(name), width)
-        self.nets[key_of(name)] = self.heads[name].build(self.widths[name])
+        head, read = self.heads[name], self.widths[name]
+        if head.pool and head.pool not in POOLS:
+            self.pools[key_of(name)] = pool = build(head.pool, read)
+            read = math.prod(pool.results())
+        self.nets[key_of(name)] = head.build(read)
 
     def _width(self, tap: str, width: int | Mapping[str, int] | None) -> int:
         if tap and tap not in dict(self.trunk.named_modules()):
@@ -150,10 +155,10 @@ class MultiHead(Tree):
             except ValueError:
                 for each in (self.heads, self.widths):
                     each.pop(name, None)
-                self.nets = nn.ModuleDict({key_of(other): self.net(other) for other in self.heads})
+                self._keep([*self.heads])
                 raise
         self.nodes[0].heads.append(name)
-        for made in (self.nets, self.between):
+        for made in (self.nets, self.pools, self.between):
             old = None if made is None else next(made.parameters(), None)
             if made is not None and old is not None:
                 made.to(old.device, old.dtype)
@@ -169,10 +174,16 @@ class MultiHead(Tree):
         made.prune(names)
         made.heads = {name: head for name, head in made.heads.items() if name in names}
         made.widths = {name: made.widths[name] for name in made.heads}
-        made.nets = nn.ModuleDict({key_of(name): made.net(name) for name in made.heads})
+        made._keep([*made.heads])
         if made.between is not None:
             made.between.keep([*made.heads])
         return made
+
+    def _keep(self, names: Sequence[str]) -> None:
+        """Modules of these heads alone, in their order."""
+        keys = [key_of(name) for name in names]
+        self.nets = nn.ModuleDict({key: self.nets[key] for key in keys})
+        self.pools = nn.ModuleDict({key: self.pools[key] for key in keys if key in self.pools})
 
     def split(self, at: str, groups: Sequence[Sequence[str]], *, fresh: bool = False) -> Self:
         if self.between is not None and not self.between.apart:
@@ -413,7 +424,9 @@ class MultiHead(Tree):
 
     def _run(self, name: str, features: Tensor, mask: Tensor | None) -> Tensor:
         head = self.heads[name]
-        if head.pool:
+        if key_of(name) in self.pools:
+            features, mask = self.pools[key_of(name)](features, mask).out.flatten(1), None
+        elif head.pool:
             features, mask = pooled(features, head.pool, mask), None
         return head.output(self.net(name), features, mask)
 
