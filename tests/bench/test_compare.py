@@ -14,6 +14,7 @@ from statistics import mean, stdev
 
 import pytest
 import torch
+from tests.bench.browser import drawn
 from tests.bench.test_report import Page
 
 from manyheads.bench import compare as module
@@ -449,13 +450,6 @@ def test_without_plotly_there_is_a_note_and_no_page(tmp_path, monkeypatch):
 
 @pytest.mark.browser
 def test_browser_draws_it_without_an_error(found, tmp_path, chromium):
-    quiet = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage")
-    flags = [*(f"--disable-{name}" for name in quiet), "--headless", "--no-sandbox", "--no-first-run"]
-    flags += ["--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom"]
-    page = (Path(found.out) / "report.html").as_uri()
-    command = [chromium, *flags, f"--user-data-dir={tmp_path / 'profile'}", page]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert done.stdout.count('class="main-svg"') >= 5
-    assert len(re.findall(r'class="trace scatter', done.stdout)) == 6 + 4 + 4 + 4 + 4
+    page = drawn(chromium, Path(found.out) / "report.html", tmp_path)
+    assert page.count('class="main-svg"') >= 5
+    assert len(re.findall(r'class="trace scatter', page)) == 6 + 4 + 4 + 4 + 4

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("plotly", reason="needs manyheads[report]")
+
+from tests.bench.browser import drawn
 
 from manyheads.bench.report import write_report
 
@@ -266,16 +267,10 @@ def test_browser_draws_it_without_an_error(result, tmp_path, chromium, nasty):
     if nasty:
         result["candidates"][0].update(name=NASTY, sample=NASTY, spec=NASTY)
     path = write_report(result, tmp_path / "report.html")
-    quiet = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage")
-    flags = [*(f"--disable-{name}" for name in quiet), "--headless", "--no-sandbox", "--no-first-run"]
-    flags += ["--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom"]
-    command = [chromium, *flags, f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    body = re.search(r'<table id="figures">.*?<tbody>(.*?)</tbody>', done.stdout, re.DOTALL)
+    page = drawn(chromium, path, tmp_path)
+    body = re.search(r'<table id="figures">.*?<tbody>(.*?)</tbody>', page, re.DOTALL)
     assert body is not None
     assert body[1].count("<tr>") == 3
-    assert done.stdout.count('class="main-svg"') >= 2
-    assert len(re.findall(r'class="trace scatter', done.stdout)) == 7 + 4
-    assert "<img" not in done.stdout
+    assert page.count('class="main-svg"') >= 2
+    assert len(re.findall(r'class="trace scatter', page)) == 7 + 4
+    assert "<img" not in page

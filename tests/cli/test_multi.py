@@ -4,10 +4,13 @@ import csv
 import json
 import math
 import re
+import sys
 
 import pytest
 import torch
-from tests.cli.line import refused, run
+from tests.bench.browser import drawn
+from tests.bench.test_report import Page
+from tests.cli.line import refused, run, save_tiny
 
 from manyheads.multi import MultiHead
 from manyheads.multi.fit import TableModel
@@ -45,9 +48,8 @@ def trained(tmp_path_factory, columns):
     folder = tmp_path_factory.mktemp("multi")
     path = write(folder / "table.csv", columns)
     line = "wage:regression(uncertainty=true),kind,stars:ordinal"
-    ran = run(
-        "multi", "train", path, "--targets", line, "--drop", "id", "--out", folder / "out", "--epochs", "25", "--json"
-    )
+    told = ("--drop", "id", "--out", folder / "out", "--epochs", "25", "--compare", "single", "--json")
+    ran = run("multi", "train", path, "--targets", line, *told)
     assert ran.code == 0, ran
     return folder, ran
 
@@ -61,6 +63,41 @@ def test_training_learns_says_so_and_writes_it(trained):
     assert 60 < result["heads"]["wage"]["labels"] < 160 and result["held_out"] == 40
     assert all(name in ran.out for name in ("wage", "r2", "accuracy", "ordinal"))
     assert not [line for line in ran.out.splitlines()[:-1] if len(line) > 80 and str(folder) not in line]
+
+
+def test_models_of_one_head_are_together_no_larger_and_stand_beside(trained):
+    _, ran = trained
+    single, result = ran.json["single"], ran.json
+    assert 0.9 * result["parameters"] < single["parameters"] <= result["parameters"] and single["width"] < 64
+    assert single["heads"]["kind"]["metrics"]["accuracy"] > 0.8 and set(single["heads"]) == set(result["heads"])
+    assert "alone" in ran.out and f"trunks {single['width']} wide" in ran.out
+
+
+def test_the_page_holds_every_figure(trained):
+    folder, ran = trained
+    text = (folder / "out" / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    rows = iter(page.rows["figures"][1:])
+    for name, each in ran.json["heads"].items():
+        for metric, value in each["metrics"].items():
+            head, *cells = next(rows)
+            other = ran.json["single"]["heads"][name]["metrics"][metric]
+            assert name in head and cells[:3] == [metric, *(f"{v:,.4f}".replace("-", "−") for v in (value, other))]
+            assert cells[3:] == [str(each["labels"]), str(each["held_out_labels"])]
+    charts = [attributes["id"] for _, attributes in page.tags if attributes.get("class") == "chart"]
+    assert charts == [f"{kind}-{at}" for kind in ("curve", "sure") for at in range(3)]
+    curves = [figure for figure in page.figures if len(figure["data"]) == 3]
+    assert len(page.figures) == 6 and curves[1]["data"][1]["y"] == ran.json["curves"]["kind"]["held_out"]
+    assert curves[1]["layout"]["shapes"][0]["x0"] == ran.json["best_epoch"]
+    kinds = [each["calibration"]["kind"] for each in ran.json["heads"].values()]
+    assert kinds == ["coverage", "reliability", "reliability"]
+
+
+@pytest.mark.browser
+def test_browser_draws_the_page_without_an_error(trained, tmp_path, chromium):
+    folder, _ = trained
+    page = drawn(chromium, folder / "out" / "report.html", tmp_path)
+    assert len(re.findall(r'class="trace scatter', page)) == 3 * 3 + 2 * 3
 
 
 def test_predictions_are_in_the_labels_own_terms_and_gaps_are_no_hindrance(trained, columns):
@@ -152,3 +189,62 @@ def test_lines_of_targets_and_columns():
     assert column.features(["2", None, "4"]).tolist() == [[0, 0], [0, 1], [2, 0]]
     words = Column.of("w", ["b", "a", "b"])
     assert words.texts == ("b", "a") and words.features(["a", "c", None]).tolist() == [[0, 1], [0, 0], [0, 0]]
+
+
+def test_a_config_text_and_an_encoder(tmp_path, columns):
+    words = ["good red bird", "bad blue bird"]
+    more = {"note": [words[value == "x"] + f" number {at}" for at, value in enumerate(columns["kind"])]}
+    write(tmp_path / "table.csv", {name: columns[name] for name in ("kind", "stars")} | more)
+    save_tiny(tmp_path / "encoder")
+    config = "table: table.csv\ntargets: {kind: }\ndrop: [stars]\ntext: note\nepochs: 2\nout: plain\n"
+    (tmp_path / "c.yaml").write_text(config, encoding="utf-8")
+    ran = run("multi", "train", tmp_path / "c.yaml", "--epochs", "40", "--json")
+    assert ran.code == 0, ran
+    assert ran.json["heads"]["kind"]["metrics"]["accuracy"] > 0.9 and ran.json["inputs"] == 256
+    assert ran.json["epochs"] > 2 and (tmp_path / "plain" / "report.html").exists()
+    encoded = ("--out", tmp_path / "encoded", "--encoder", tmp_path / "encoder", "--epochs", "1", "--json")
+    ran = run("multi", "train", tmp_path / "c.yaml", *encoded)
+    assert ran.code == 0 and ran.json["inputs"] == 48, ran
+    said, table = tmp_path / "said.csv", tmp_path / "table.csv"
+    ran = run("multi", "predict", tmp_path / "encoded", table, "--out", said, "--json")
+    assert ran.code == 0 and ran.json["rows"] == 200 and ran.json["metrics"]["kind"], ran
+    unread = run("multi", "train", table, "--targets", "kind", "--out", tmp_path / "o", "--epochs", "1")
+    assert "column 'note' has 200 texts, of which 50 are told apart" in unread.err
+
+
+def test_pictures_lie_beside_the_table_or_where_it_is_said(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "p").mkdir()
+    for at in range(20):
+        image.new("RGB", (5, 5), (255 * (at % 2), 0, 128)).save(tmp_path / "p" / f"{at}.png")
+    labels = ["red" if at % 2 else "blue" for at in range(20)]
+    write(tmp_path / "t.csv", {"file": [f"p/{at}.png" for at in range(20)], "kind": labels})
+    write(tmp_path / "u.csv", {"file": [f"{at}.png" for at in range(20)]})
+    told = ("--targets", "kind", "--image", "file", "--image-size", "4", "--epochs", "30", "--out", tmp_path / "o")
+    ran = run("multi", "train", tmp_path / "t.csv", *told, "--json")
+    assert ran.code == 0 and ran.json["inputs"] == 48, ran
+    assert ran.json["heads"]["kind"]["metrics"]["accuracy"] == 1
+    said = tmp_path / "said.csv"
+    ran = run("multi", "predict", tmp_path / "o", tmp_path / "u.csv", "--folder", tmp_path / "p", "--out", said)
+    assert ran.code == 0 and read_table(said)["kind"] == labels, ran
+    assert "row 1: " in refused("multi", "predict", tmp_path / "o", tmp_path / "u.csv")
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["--compare", "double"], "compare='double': models of one head, 'single'"),
+    (["--encoder", "x"], "encoder='x' reads columns of text, and none is named"),
+    (["--text", "gone"], "has no column 'gone'"),
+    (["--text", "kind"], "column 'kind' is named twice"),
+    (["--text", "city", "--image", "city"], "column 'city' is named twice"),
+])  # fmt: skip
+def test_options_that_cannot_be(tmp_path, columns, options, says):
+    path = write(tmp_path / "table.csv", columns)
+    assert says in refused("multi", "train", path, "--targets", "kind", "--out", tmp_path / "out", *options)
+
+
+def test_without_plotly_there_is_a_note_and_no_page(tmp_path, columns, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.io", None)
+    path = write(tmp_path / "table.csv", columns)
+    ran = run("multi", "train", path, "--targets", "kind", "--out", tmp_path / "o", "--epochs", "1")
+    assert ran.code == 0 and "pip install 'manyheads[report]'" in ran.err
+    assert (tmp_path / "o" / "result.json").exists() and not (tmp_path / "o" / "report.html").exists()

@@ -1,7 +1,6 @@
 """Losses in balance: learned weights, and aggregators that meet the heads' gradients at the features."""
 
 import sys
-import types
 
 import pytest
 import torch
@@ -57,42 +56,53 @@ def test_an_aggregator_sees_a_weighted_row_for_each_head_with_labels_and_the_tru
     assert len(seen) == 1  # one head has nothing to be balanced with
 
 
-def test_aggregators_of_torchjd_by_name(monkeypatch):
+def test_without_torchjd_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchjd.aggregation", None)
     with pytest.raises(ImportError, match=r"'UPGrad'.*pip install 'manyheads\[balance\]'"):
         model(balance="UPGrad")
-    library = types.ModuleType("torchjd.aggregation")
 
-    class Aggregator(torch.nn.Module):
-        pass
 
-    class Mean(Aggregator):
-        def forward(self, matrix):
-            return matrix.mean(0)
+@pytest.mark.parametrize("name", ["UPGrad", "MGDA", "PCGrad", "IMTLG", "AlignedMTL", "ConFIG", "GradDrop", "Mean"])
+def test_aggregators_of_torchjd_by_name(name):
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    if name == "UPGrad":
+        pytest.importorskip("quadprog")
+    (x, targets), rows = batch(dtype=torch.float32), []
+    seen, named = (model(torch.float32, balance=each) for each in (lambda rows_: _kept(rows, rows_), name))
+    assert named.balance.name == name
+    for net in (seen, named):
+        torch.manual_seed(0)  # PCGrad and GradDrop draw
+        net(x, targets=targets).loss.backward()
+    assert all((p.grad != 0).any() for p in named.trunk.parameters())
+    torch.manual_seed(0)
+    met = getattr(aggregation, name)()(rows[0]).view(len(x), -1)
+    net = model(torch.float32)
+    net.trunk(x).backward(met)
+    for key, gradient in gradients(net.trunk).items():
+        torch.testing.assert_close(gradients(named.trunk)[key], gradient, rtol=1e-4, atol=1e-6)
+    same(gradients(seen.nets), gradients(named.nets), 1e-5, 1e-7)  # heads keep their own
 
-    class Constant(Aggregator):
-        def __init__(self, weights):
-            super().__init__()
 
-    for kind in (Aggregator, Mean, Constant):
-        setattr(library, kind.__name__, kind)
-    monkeypatch.setitem(sys.modules, "torchjd", types.ModuleType("torchjd"))
-    monkeypatch.setitem(sys.modules, "torchjd.aggregation", library)
-    net, (x, targets) = model(balance="Mean"), batch()
-    net(x, targets=targets).loss.backward()
-    assert net.balance.name == "Mean"
+def _kept(to, rows):
+    to.append(rows)
+    return rows.sum(0)
+
+
+def test_aggregators_that_torchjd_has_not_or_that_need_options():
+    pytest.importorskip("torchjd.aggregation")
     with pytest.raises(ValueError, match=r"no aggregator 'Nothing'; it has .*Mean"):
         model(balance="Nothing")
     with pytest.raises(ValueError, match="Constant of torchjd needs options"):
         model(balance="Constant")
 
 
-def test_the_real_torchjd():
+def test_an_aggregator_made_by_oneself():
     aggregation = pytest.importorskip("torchjd.aggregation")
-    for balance in ("UPGrad", aggregation.Mean()):
-        net, (x, targets) = model(torch.float32, balance=balance), batch(dtype=torch.float32)
-        net(x, targets=targets).loss.backward()
-        assert all((p.grad != 0).any() for p in net.trunk.parameters())
+    net, (x, targets) = model(torch.float32, balance=aggregation.Constant(torch.ones(4))), batch(dtype=torch.float32)
+    plain = model(torch.float32)
+    for each in (net, plain):
+        each(x, targets=targets).loss.backward()
+    same(gradients(plain), gradients(net), 1e-4, 1e-6)
 
 
 def test_a_balance_of_ones_own():

@@ -11,6 +11,7 @@ from manyheads.multi.between import Between, read_between, register_between
 from manyheads.multi.betweens import ATINet, Lasso, MedusaUFL, MMoE
 from manyheads.multi.betweens.mmoe import diversity
 from manyheads.multi.branching import alike, grow, mean_gradients, realities, vote, where_to_branch
+from manyheads.multi.calibration import calibration, coverage, reliability
 from manyheads.multi.exits import exits, leave_early
 from manyheads.multi.head import MISSING, Head, read_head, register_head
 from manyheads.multi.heads import (
@@ -29,6 +30,7 @@ from manyheads.multi.heads import (
 )
 from manyheads.multi.heads.energy import element_energies, force_losses, forces
 from manyheads.multi.heads.hypotheses import choose
+from manyheads.multi.joined import joined, union
 from manyheads.multi.model import MultiHead, Output, collate
 from manyheads.multi.pool import pooled
 from manyheads.multi.rates import Averaged, Balanced
@@ -63,14 +65,17 @@ __all__ = [
     "Tokens",
     "Uncertainty",
     "alike",
+    "calibration",
     "choose",
     "collate",
+    "coverage",
     "diversity",
     "element_energies",
     "exits",
     "force_losses",
     "forces",
     "grow",
+    "joined",
     "leave_early",
     "load_trunk",
     "mean_gradients",
@@ -80,7 +85,9 @@ __all__ = [
     "realities",
     "register_between",
     "register_head",
+    "reliability",
     "two_step",
+    "union",
     "vote",
     "where_to_branch",
 ]

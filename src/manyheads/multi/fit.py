@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from manyheads.multi.calibration import calibration
 from manyheads.multi.folder import load, save, saved
 from manyheads.multi.head import from_fields
-from manyheads.multi.heads import Classification, Ordinal, Regression
+from manyheads.multi.heads import Regression
+from manyheads.multi.loop import fit, measure, parameters, single_width
 from manyheads.multi.model import MultiHead, naming
+from manyheads.multi.readers import Encoded, Picture, Words, located
 from manyheads.multi.table import (
+    MOST,
     Column,
+    Reader,
     Target,
     columns_from_json,
     columns_to_json,
@@ -29,7 +33,7 @@ from manyheads.multi.table import (
 RESULT = "result.json"
 
 
-def _trunk(inputs: int, width: int, layers: int, dropout: float) -> nn.Module:
+def make_trunk(inputs: int, width: int, layers: int, dropout: float) -> nn.Module:
     blocks: list[nn.Module] = []
     for layer in range(layers):
         blocks += [nn.Linear(width if layer else inputs, width), nn.GELU(), nn.Dropout(dropout)]
@@ -41,7 +45,7 @@ class TableModel:
     """A model with what it needs to read a table."""
 
     model: MultiHead
-    columns: list[Column]
+    columns: list[Reader]
     targets: dict[str, Target]
     trunk: dict[str, Any]
 
@@ -58,10 +62,15 @@ class TableModel:
             name: from_fields({k: v for k, v in each.items() if k != "width"}) for name, each in told["heads"].items()
         }
         columns = columns_from_json(told["columns"])
-        model = MultiHead(_trunk(**told["trunk"]), heads, width=told["trunk"]["width"])
+        model = MultiHead(make_trunk(**told["trunk"]), heads, width=told["trunk"]["width"])
         load(model, folder)
         targets = {name: Target(head, tuple(told["classes"][name])) for name, head in heads.items()}
         return cls(model.eval(), columns, targets, told["trunk"])
+
+    def read(self, path: str | Path, folder: str | Path | None = None) -> dict[str, list[str | None]]:
+        """A table as this model reads it; pictures lie in `folder`, by default the table's own."""
+        pictures = [column.name for column in self.columns if isinstance(column, Picture)]
+        return located(read_table(path), pictures, Path(path).parent if folder is None else folder)
 
     def labels(self, table: dict[str, list[str | None]], rows: slice | Tensor = slice(None)) -> dict[str, Tensor]:
         """The labels that a table has."""
@@ -86,49 +95,93 @@ class TableModel:
                 if target.classes
                 else found
             )
-            if isinstance(head, Classification):
-                said[f"{name} (probability)"] = output.softmax(-1).amax(-1).tolist()
-            elif isinstance(head, Ordinal):
-                likely = head.log_probabilities(output).exp()
-                said[f"{name} (probability)"] = likely.gather(1, head.predict(output)[:, None]).squeeze(1).tolist()
+            likely = head.likely(output)
+            if likely is not None:
+                said[f"{name} (probability)"] = likely.tolist()
             elif isinstance(head, Regression) and head.uncertainty:
                 said[f"{name} (deviation)"] = head.deviation(output).tolist()
         return said
 
 
-def measure(model: MultiHead, x: Tensor, targets: dict[str, Tensor]) -> tuple[float, dict[str, dict[str, float]]]:
-    """The loss, and each head's metrics."""
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        out = model(x, targets=targets)
-    found = model.metrics(model.measure(out.outputs, targets))
-    model.train(training)
-    return float(out.loss), found
+@dataclass(frozen=True)
+class Single:
+    """What models of one head are, and how right: as wide as lets all of them have the parameters of the one of all.
+
+    heads: metrics on held-out rows and the epoch of the best weights, by head; None where no held-out row has a label.
+    """
+
+    width: int
+    parameters: int
+    heads: dict[str, dict[str, Any] | None]
+
+
+def train_singles(
+    model: TableModel, x: Tensor, y: Mapping[str, Tensor], train: Tensor, rest: Tensor, *, seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None, **options: Any,
+) -> Single:  # fmt: skip
+    """Train a model for each head of `model` on the rows that have its label, with the same loop and seed.
+
+    options: of `fit`.
+    """
+    heads = {name: target.head for name, target in model.targets.items()}
+
+    def trunk(width: int) -> nn.Module:
+        return make_trunk(**{**model.trunk, "width": width})
+
+    width = single_width(trunk, heads, model.trunk["width"], parameters(model.model))
+    total, found = 0, {}
+    for name, head in heads.items():
+        torch.manual_seed(seed)
+        alone = MultiHead(trunk(width), {name: head}, width=width)
+        total += parameters(alone)
+        labels, rows = {name: y[name]}, train[~y[name][train].isnan()]
+        if y[name][rest].isnan().all():
+            found[name] = None
+            continue
+        told = None if progress is None else lambda done, of, name=name: progress(f"train {name} alone", done, of)
+        history = fit(alone, x, labels, rows, rest, progress=told, **options)
+        metrics = measure(alone, x[rest], {name: y[name][rest]}).metrics[name]
+        found[name] = {"metrics": metrics, "best_epoch": history.best_epoch}
+    return Single(width, total, found)
 
 
 def train_table(
-    table: str | Path, targets: str, out: str | Path, *, drop: tuple[str, ...] = (), width: int = 64, layers: int = 2,
-    dropout: float = 0.1, balance: str = "sum", epochs: int = 200, patience: int = 20, batch: int = 64,
-    lr: float = 3e-3, held_out: float = 0.2, seed: int = 0, progress: Callable[[str, int, int], None] | None = None,
+    table: str | Path, targets: str | Mapping[str, str | None], out: str | Path, *, drop: Sequence[str] = (),
+    text: Sequence[str] = (), encoder: str | None = None, image: Sequence[str] = (), image_size: int = 16,
+    folder: str | Path | None = None, width: int = 64, layers: int = 2, dropout: float = 0.1, balance: str = "sum",
+    epochs: int = 200, patience: int = 20, batch: int = 64, lr: float = 3e-3, held_out: float = 0.2, seed: int = 0,
+    compare: str | None = None, progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train on part of the rows, stop when the loss of the others no longer falls, keep the best weights, write them.
 
     Every column that is no target and not in `drop` is a feature. Classes are those of the whole column, means and
     scales of the rows trained on. Held-out figures are of rows that chose when to stop, so they flatter a little.
+
+    Args:
+        text: columns of free text, read as hashed words, or by the encoder of Hugging Face named `encoder`.
+        image: columns of paths of pictures in `folder` (default: the table's), read as image_size² pixels.
+        compare: `single` trains a model for each head too, all of them together as large as the one of all heads.
     """
-    path, out, wanted = table, Path(out), parse_targets(targets)
+    path, out, wanted = Path(table), Path(out), parse_targets(targets)
     if out.exists():
         raise FileExistsError(f"{out} exists already; remove it or choose another folder")
     if not 0 < held_out < 1:
         raise ValueError(f"held_out={held_out} is not between 0 and 1")
     if min(epochs, patience, batch, width, layers) < 1:
         raise ValueError("epochs, patience, batch, width and layers are at least 1")
+    if compare not in (None, "single"):
+        raise ValueError(f"compare={compare!r}: models of one head, 'single', are what there is to compare with")
+    if encoder is not None and not text:
+        raise ValueError(f"encoder={encoder!r} reads columns of text, and none is named")
     cells = read_table(path)
-    for name in (*wanted, *drop):
+    for name in (*wanted, *drop, *text, *image):
         if name not in cells:
             whose = f"head {name!r}: " if name in wanted else ""
             raise ValueError(f"{whose}{path} has no column {name!r}; it has {', '.join(map(repr, cells))}")
+    for name in (*text, *image):
+        if name in wanted or name in drop or (name in text and name in image):
+            raise ValueError(f"column {name!r} is named twice: as text or image, and as something else")
+    cells = located(cells, image, path.parent if folder is None else folder)
     count = len(next(iter(cells.values())))
     hidden = max(1, round(count * held_out))
     if hidden >= count:
@@ -140,8 +193,13 @@ def train_table(
     def part(name: str) -> list[str | None]:
         return [cells[name][row] for row in train.tolist()]
 
+    def reader(name: str) -> Reader:
+        if name in text:
+            return Words(name) if encoder is None else Encoded.of(name, encoder)
+        return Picture(name, image_size) if name in image else Column.of(name, part(name))
+
     inputs = [name for name in cells if name not in wanted and name not in drop]
-    columns = [Column.of(name, part(name)) for name in inputs if any(cell is not None for cell in part(name))]
+    columns = [reader(name) for name in inputs if any(cell is not None for cell in part(name))]
     if not columns:
         raise ValueError(f"{path}: no column is left as a feature")
     found = {name: Target.of(name, line, cells[name], part(name)) for name, line in wanted.items()}
@@ -149,54 +207,59 @@ def train_table(
         inputs=sum(column.width for column in columns), width=width, layers=layers, dropout=dropout
     )
     heads = {name: target.head for name, target in found.items()}
-    model = MultiHead(_trunk(**trunk), heads, width=width, balance=balance)
+    model = MultiHead(make_trunk(**trunk), heads, width=width, balance=balance)
     whole = TableModel(model, columns, found, trunk)
     x, y = features_of(columns, cells), whole.labels(cells)
     held = {name: each[rest] for name, each in y.items()}
     unheld = [name for name, each in held.items() if bool(each.isnan().all())]
     if len(unheld) == len(held):
         raise ValueError(f"{path}: no head has a label in the {hidden} rows held out, so nothing says when to stop")
-    optimiser = torch.optim.AdamW(model.parameters(), lr)
-    best, kept, since, losses = float("inf"), copy.deepcopy(model.state_dict()), 0, []
-    epoch = 0
-    for epoch in range(1, epochs + 1):
-        model.train()
-        for rows in train[torch.randperm(len(train))].split(batch):
-            loss = model(x[rows], targets={name: each[rows] for name, each in y.items()}).loss
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-        now, _ = measure(model, x[rest], held)
-        losses.append(now)
-        if not now < float("inf"):
-            raise FloatingPointError(f"the held-out loss became {now} in epoch {epoch}; a lower learning rate may help")
-        since = 0 if now < best else since + 1
-        if now < best:
-            best, kept = now, copy.deepcopy(model.state_dict())
-        if progress is not None:
-            progress("train", epochs if since == patience else epoch, epochs)
-        if since == patience:
-            break
-    model.load_state_dict(kept)
-    _, figures = measure(model, x[rest], held)
+    options: dict[str, Any] = dict(epochs=epochs, patience=patience, batch=batch, lr=lr)
+    told = None if progress is None else lambda done, of: progress("train", done, of)
+    history = fit(model, x, y, train, rest, progress=told, **options)
+    now = measure(model, x[rest], held)
     result = {
-        "table": str(path), "rows": count, "held_out": hidden, "epochs": epoch,
-        "best_epoch": losses.index(min(losses)) + 1, "loss": best,
-        "parameters": sum(p.numel() for p in model.parameters()), "balance": balance, "seed": seed,
+        "table": str(path), "rows": count, "held_out": hidden, "epochs": len(history.losses),
+        "best_epoch": history.best_epoch, "loss": history.loss,
+        "parameters": parameters(model), "balance": balance, "seed": seed, **options,
+        "width": width, "layers": layers, "dropout": dropout, "inputs": trunk["inputs"],
         "heads": {
             name: {
-                "kind": target.head.name, "labels": int((~y[name][train].isnan()).sum()),
-                "held_out_labels": int((~held[name].isnan()).sum()), "metrics": figures.get(name, {}),
+                "kind": target.head.name, "better": target.head.better,
+                "labels": int((~y[name][train].isnan()).sum()), "held_out_labels": int((~held[name].isnan()).sum()),
+                "metrics": now.metrics.get(name, {}),
+                "calibration": calibration(target.head, now.outputs[name], held[name]),
             }
             for name, target in found.items()
         },
-        "without_held_out_labels": unheld,
+        "curves": dict(history.curves), "without_held_out_labels": unheld, "notes": _notes(columns, cells),
     }  # fmt: skip
+    if compare:
+        single = train_singles(whole, x, y, train, rest, seed=seed, progress=progress, **options)
+        result["single"] = asdict(single)
     whole.save(out)
     again = TableModel.load(out)  # what was written is what was trained
     with torch.no_grad():
         for name, output in again.model(x[rest]).outputs.items():
             if not torch.equal(output, model.eval()(x[rest], heads=[name]).outputs[name]):
                 raise ValueError(f"head {name!r}: the folder {out} does not give the outputs of the trained model")
-    (out / RESULT).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
+    write_result(result, out)
     return result
+
+
+def write_result(result: Mapping[str, Any], folder: Path) -> None:
+    (folder / RESULT).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _notes(columns: Sequence[Reader], cells: Mapping[str, Sequence[str | None]]) -> list[str]:
+    """Columns of more texts than are told apart."""
+    notes = []
+    for column in columns:
+        if isinstance(column, Column) and len(column.texts) == MOST:
+            count = len({cell for cell in cells[column.name] if cell is not None})
+            if count > MOST:
+                notes.append(
+                    f"column {column.name!r} has {count} texts, of which {MOST} are told apart; named as text its "
+                    "words are read"
+                )
+    return notes

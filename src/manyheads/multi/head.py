@@ -107,6 +107,12 @@ class Head:
     def predict(self, output: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def likely(self, output: Tensor) -> Tensor | None:
+        """How probable the head holds its prediction; None where it does not say."""
+
+    def below(self, output: Tensor, target: Tensor) -> Tensor | None:
+        """P(y ≤ target) as the head has it, NaN where the label is missing; None where it does not say."""
+
     def sums(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         raise NotImplementedError
 

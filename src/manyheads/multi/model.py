@@ -201,6 +201,12 @@ class MultiHead(Tree):
         if name not in self.heads:
             raise ValueError(f"there is no head {name!r}; there are {', '.join(map(repr, self.heads))}")
 
+    def activation_checkpointing_enable(self, *, offload: bool = False, **options: Any) -> None:
+        """As `checkpoint`, for `Trainer`; the trunk is computed again as a whole, so options of layers say nothing."""
+        if offload:
+            raise ValueError("activations of a trunk are computed again, not moved to another device: offload=False")
+        self.checkpoint = True
+
     def tap(self, name: str) -> str:
         """The submodule of the trunk that a head reads; "" is the trunk itself."""
         own = self.heads[name].features

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from manyheads.multi.head import Head, read_head
 from manyheads.multi.heads import Classification, Density, Hypotheses, Ordinal, Regression
 from manyheads.multi.model import naming
+from manyheads.multi.readers import Encoded, Picture, Words
 
 GAPS = {"", "na", "n/a", "nan", "null", "none", "?"}
 """Cells that say nothing, in any case."""
@@ -47,8 +48,10 @@ def read_table(path: str | Path) -> dict[str, list[str | None]]:
     return dict(zip(names, cells, strict=True))
 
 
-def parse_targets(text: str) -> dict[str, str | None]:
+def parse_targets(text: str | Mapping[str, str | None]) -> dict[str, str | None]:
     """`age:regression,kind` as {"age": "regression", "kind": None}, None where the column is to say."""
+    if isinstance(text, Mapping):
+        return dict(text)
     found: dict[str, str | None] = {}
     for each in re.split(r",(?![^()]*\))", text):  # commas outside of options
         name, sign, line = each.rpartition(":")
@@ -172,16 +175,24 @@ class Target:
         return torch.tensor([math.nan if cell is None else place[cell] for cell in cells], dtype=torch.float64)
 
 
-def features_of(columns: Sequence[Column], table: dict[str, list[str | None]]) -> Tensor:
+Reader = Column | Words | Encoded | Picture
+READERS: dict[str, type[Any]] = {"words": Words, "encoded": Encoded, "picture": Picture}
+
+
+def features_of(columns: Sequence[Reader], table: dict[str, list[str | None]]) -> Tensor:
     for column in columns:
         if column.name not in table:
             raise ValueError(f"the table has no column {column.name!r}, which the model reads")
     return torch.cat([column.features(table[column.name]) for column in columns], 1)
 
 
-def columns_to_json(columns: Sequence[Column]) -> list[dict[str, Any]]:
-    return [asdict(column) for column in columns]
+def columns_to_json(columns: Sequence[Reader]) -> list[dict[str, Any]]:
+    kinds = {kind: {"kind": name} for name, kind in READERS.items()}
+    return [kinds.get(type(column), {}) | asdict(column) for column in columns]
 
 
-def columns_from_json(fields: list[dict[str, Any]]) -> list[Column]:
-    return [Column(**{**each, "texts": tuple(each["texts"])}) for each in fields]
+def columns_from_json(fields: list[dict[str, Any]]) -> list[Reader]:
+    def column(kind: str | None = None, texts: Sequence[str] = (), **options: Any) -> Reader:
+        return READERS[kind](**options) if kind else Column(texts=tuple(texts), **options)
+
+    return [column(**each) for each in fields]

@@ -35,6 +35,9 @@ class Classification(Head):
     def predict(self, output: Tensor) -> Tensor:
         return output.argmax(-1)
 
+    def likely(self, output: Tensor) -> Tensor:
+        return output.softmax(-1).amax(-1)
+
     def sums(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         return stack([(self.predict(output) == target)[known].sum(), known.sum()]).double()
 

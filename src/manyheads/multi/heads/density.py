@@ -64,6 +64,11 @@ class Density(RowHead):
         weights, means, _ = self._parts(output)
         return self.labels((weights.exp()[..., None] * means).sum(-2))
 
+    def below(self, output: Tensor, target: Tensor) -> Tensor:
+        weights, means, spreads = self._parts(output)
+        true = ((target - self.shift) / self.scale).view(-1, 1, self.size)
+        return (weights.exp()[..., None] * torch.special.ndtr((true - means) * (-spreads).exp())).sum(1).view_as(target)
+
     def sample(self, output: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One draw of each row, in the labels' unit."""
         weights, means, spreads = self._parts(output)

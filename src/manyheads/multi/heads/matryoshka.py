@@ -69,6 +69,9 @@ class Matryoshka(Head):
         last = output[..., -1, :]
         return (last > 0).long() if self.sigmoid else last.argmax(-1)
 
+    def likely(self, output: Tensor) -> Tensor:
+        return output[..., -1, :].softmax(-1).amax(-1)
+
     def sums(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         said = (output > 0).transpose(1, 2) if self.sigmoid else output.argmax(-1)
         right = (said == target[..., None])[known].sum(0)

@@ -44,6 +44,9 @@ class MultiLabel(Head):
     def predict(self, output: Tensor) -> Tensor:
         return (output > 0).long()
 
+    def likely(self, output: Tensor) -> Tensor:
+        return output.abs().sigmoid()
+
     def sums(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         said, true = self.predict(output)[known].bool(), target[known].bool()
         return stack([(said & true).sum(), (said & ~true).sum(), (~said & true).sum(), (said == true).sum()]).double()

@@ -64,6 +64,9 @@ class Ordinal(Head):
     def predict(self, output: Tensor) -> Tensor:
         return (output > 0).sum(-1)
 
+    def likely(self, output: Tensor) -> Tensor:
+        return self.log_probabilities(output).exp().gather(-1, self.predict(output)[..., None]).squeeze(-1)
+
     def sums(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         off = (self.predict(output) - target)[known].abs()
         return torch.stack([(off == 0).sum(), off.sum(), known.sum()]).double()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn, stack
+from torch import Tensor, nn, special, stack
 
 from manyheads.multi.head import register_head
 from manyheads.multi.heads.numbers import NumberHead
@@ -81,6 +81,11 @@ class Regression(NumberHead):
         if spread is None:
             raise ValueError("regression without uncertainty=true says no deviation")
         return (0.5 * spread).exp() * self.scale
+
+    def below(self, output: Tensor, target: Tensor) -> Tensor | None:
+        if not self.uncertainty:
+            return None
+        return special.ndtr((target - self.predict(output)) / self.deviation(output))
 
     def sums(self, output: Tensor, target: Tensor, known: Tensor) -> Tensor:
         true = (target[known].double() - self.shift) / self.scale
