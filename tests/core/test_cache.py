@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 import manyheads as mh
-from manyheads.core.cache import SLACK, Cache, Entry, Growing, Slots, State, write_stock
+from manyheads.core.cache import SLACK, Cache, Entry, Growing, Slots, State, Trial, write_stock
 from manyheads.core.mask import Axis
 
 DIM, HEADS = 24, 4
@@ -407,3 +407,39 @@ def test_a_stock_attention_layer_may_share_our_cache():
     assert cache.length() == cache.length(1) == 4
     cache.crop(-1)
     assert cache.length() == cache.length(1) == 3
+
+
+# Trial
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_a_trial_leaves_what_it_goes_on_from(graded):
+    layer, x, cache = make("gqa + window(4)"), tokens(9), Cache()
+    with torch.set_grad_enabled(graded):
+        layer(x[:, :5], cache=cache)
+        held = [row.clone() for row in cache.layers[0].tensors()]
+        first, second = Trial(cache), Trial(cache)
+        same(layer(x[:, 5:], cache=first), layer(x)[:, 5:])
+        again = layer(x[:, 5:], positions=Axis(4, 5), cache=first)  # in the place of what was written
+        same(again, layer(x)[:, 5:])
+        layer(2 * x[:, 5:8], cache=second)
+        assert cache.length() == cache.length(0) == 5 and first.length() == first.length(0) == 9
+        for now, then in zip(cache.layers[0].tensors(), held, strict=True):
+            assert torch.equal(now, then)
+        further = Trial(second)
+        layer(x[:, 8:], cache=further)
+        assert (second.length(), further.length()) == (8, 9)
+        layer(x[:, 5:8], cache=(last := Trial(cache)))
+        cache.take(last)
+        same(layer(x[:, 8:], cache=cache), layer(x)[:, 8:])
+        assert cache.length() == 9
+
+
+def test_a_graph_through_a_trial_is_not_written_over():
+    layer, x, cache = make("gqa"), tokens(9), Cache()
+    for name, weight in layer.named_parameters():
+        weight.requires_grad_("q_proj" in name)
+    y = layer(x[:, :4], cache=(first := Trial(cache)))
+    layer(x[:, 4:], cache=Trial(first))
+    y.sum().backward()
+    assert layer.project.q_proj.weight.grad.any()

@@ -238,7 +238,7 @@ class Attention(nn.Module):
         layer, source = self.site.layer, self.site.attn_source
         if source not in flow.links.weigh:
             raise ValueError(f"layer {layer} takes the attention weights of layer {source}, which links do not hold")
-        flow.rows = self._store(self.project.write(flow), flow, cache)
+        flow.rows = self._sourced(lambda flow, cache: self._store(self.project.write(flow), flow, cache), flow, cache)
         return flow.links.weigh[source](flow.rows["v"])
 
     def _flow(
@@ -277,10 +277,12 @@ class Attention(nn.Module):
             if not self.site.cross:
                 flow.source, flow.new = x, flow.new if axis is flow.q else axis
             flow.x, flow.q = x, axis
+        if flow.links.source is not None:
+            flow.source = flow.links.source.x
         return flow
 
     def _rows(self, q: Tensor, flow: Flow, cache: transformers.Cache | None) -> Rows:
-        """This pass's rows, transformed, rotated and cached; or another layer's; or the context's, kept from before."""
+        """This pass's rows, as they are cached; or another layer's; or the context's, kept from before."""
         layer, source = self.site.layer, self.site.kv_source
         if source is not None:
             if source not in flow.links.rows:
@@ -292,6 +294,21 @@ class Attention(nn.Module):
             return cache.site(layer).read(flow.new)
         if self.site.cross and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(self.decoder_layer):
             return self._context(read_stock(cache.cross_attention_cache, self.decoder_layer, self.entries), flow)
+        flow.links.rows[layer] = self._sourced(lambda flow, cache: self._written(q, flow, cache), flow, cache)
+        return flow.links.rows[flow.links.route.get(layer, layer)]
+
+    def _sourced(
+        self, write: Callable[[Flow, transformers.Cache | None], Rows], flow: Flow, cache: transformers.Cache | None
+    ) -> Rows:
+        """What a way to write rows gives, or its mixture with rows of x where `links.source` says so."""
+        given, memo = flow.links.source, {**flow.memo}
+        rows = write(flow, cache)
+        if given is None or given.share == 1:
+            return rows
+        return rows.mixed(write(replace(flow, source=flow.x, memo=memo), given.cache), given.share)
+
+    def _written(self, q: Tensor, flow: Flow, cache: transformers.Cache | None) -> Rows:
+        """This pass's rows, transformed, rotated and cached."""
         rows = {name: row for piece in self.writing for name, row in piece.write(flow).items()}
         for piece in self.early_transforms:
             for name, entry in self.entries.items():
@@ -300,9 +317,7 @@ class Attention(nn.Module):
                     rows[name] = self._edit(rows[name], hook, flow) if entry.role == "k" else hook(rows[name], flow)
         if self.rotate_at == "write":
             rows = {name: self._turn(row, name, flow.new) for name, row in rows.items()}
-        written = self._store(self.project.settle(q, rows, flow), flow, cache)
-        flow.links.rows[layer] = written
-        return flow.links.rows[flow.links.route.get(layer, layer)]
+        return self._store(self.project.settle(q, rows, flow), flow, cache)
 
     def _store(self, rows: dict[str, Tensor], flow: Flow, cache: transformers.Cache | None) -> Rows:
         if cache is None:

@@ -185,6 +185,13 @@ class Growing:
         other.change(change)
         return other
 
+    def again(self) -> Growing:
+        """One that goes on from here and leaves this one as it is; they share memory where no gradient minds."""
+        other = copy.copy(self)
+        if torch.is_grad_enabled() and self.buffer is not None:
+            other.buffer = self.buffer[:, :, : self.end]  # without room: what a graph may hold is not written to
+        return other
+
 
 class Slots:
     """Rows of which `stride` consecutive tokens share a slot; the newest token of a slot is what it holds.
@@ -297,6 +304,12 @@ class SiteStore(CacheLayerMixin):
         keys = max(reversed(axes.values()), key=lambda each: each.length, default=log)
         fewer = {name: each for name, each in axes.items() if each.length < keys.length}
         return Rows(tensors, keys, log, axes=fewer)
+
+    def again(self) -> SiteStore:
+        """One that goes on from here and leaves this one as it is (rows alone: it has no slots and states)."""
+        other = copy.copy(self)
+        other.growing = {name: growing.again() for name, growing in self.growing.items()}
+        return other
 
     def _check(self, rows: Mapping[str, Tensor]) -> None:
         """Rows of another layer, or of other sequences, do not belong behind those that are here."""
@@ -636,6 +649,10 @@ class Cache(transformers.Cache):
             self.axis = self.axis.batch(change)
         self._announced = None
 
+    def take(self, trial: Trial) -> None:
+        """Hold what a trial holds that went on from here."""
+        self.layers[:], self.axis = trial.layers, trial.axis
+
     def reset(self) -> None:
         self.layers.clear()
         self.axis = self._announced = None
@@ -645,6 +662,24 @@ class Cache(transformers.Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
+
+
+class Trial(Cache):
+    """Goes on from another cache, which stays as it is until it is told to `take` what is here.
+
+    A site that writes again writes in the place of what it wrote before, so a pass may be run, and computed again for
+    its gradient, any number of times. For layers that cache one row a token.
+    """
+
+    def __init__(self, before: Cache) -> None:
+        super().__init__()
+        self.before, self.layers, self.axis = [*before.layers], [*before.layers], before.axis
+
+    def write(self, site: int, rows: Mapping[str, Tensor], entries: Mapping[str, Entry], axis: Axis) -> Rows:
+        self.site(site)
+        store = self.before[site].again() if site < len(self.before) else SiteStore()
+        self.layers[site] = store
+        return store.write(rows, entries, self._extend(axis, store.length), axis)
 
 
 def write_stock(

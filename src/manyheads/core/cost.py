@@ -65,6 +65,10 @@ class Cost(NamedTuple):
         """Of another run with the same parameters."""
         return self._replace(parameters=0, shared=(), idle=0, used=())
 
+    def kept(self) -> Cost:
+        """Of a run whose rows are in the place of those of another."""
+        return self._replace(cache_floats=Fraction(0), windows=(), packed=())
+
     def cache_bytes(self, tokens: int, itemsize: int = 4) -> int:
         """Bytes of the cache after `tokens` tokens of one sequence."""
         dropped = sum(floats * max(0, tokens - kept) for kept, floats in self.windows)

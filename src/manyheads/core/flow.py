@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import transformers
@@ -31,6 +31,10 @@ class Rows:
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def mixed(self, other: Rows, share: float) -> Rows:
+        """Rows of the same tokens: `share` of these, and for the rest the other ones."""
+        return replace(self, tensors={name: other[name].lerp(row, share) for name, row in self.tensors.items()})
+
 
 class Shared(NamedTuple):
     """Rows of batch 1 that sequences first to last - 1 of a batch read, all of them before any new query."""
@@ -38,6 +42,17 @@ class Shared(NamedTuple):
     rows: Rows
     first: int
     last: int
+
+
+class RowSource(NamedTuple):
+    """What a layer makes its rows of in place of x, `[B, T, D]`, where its queries are still of x.
+
+    share: of what is read, the rest being rows of x itself, which `cache` keeps.
+    """
+
+    x: Tensor
+    share: float = 1.0
+    cache: transformers.Cache | None = None
 
 
 @dataclass(eq=False)
@@ -48,8 +63,8 @@ class Links:
     read in this pass instead (none: their own); `weigh` has, by layer, how a layer's attention weights weigh values
     `[B, G, S, V]` of another, to head outputs; `handed` what select parts hand to later layers, by layer;
     `aux` the auxiliary losses by name; `memo` what is computed once a pass; `residual` the stream before the norm of
-    the layer that runs now, where a block hands it on; `types` the kind of each new token, int `[B or 1, T]` (None: all
-    are of kind 0); `lse`, where a caller gives a dictionary for it, the log-sum-exp
+    the layer that runs now, where a block hands it on, and `source` what its rows are of; `types` the kind of each new
+    token, int `[B or 1, T]` (None: all are of kind 0); `lse`, where a caller gives a dictionary for it, the log-sum-exp
     `[B, H, T]` of sequences' own rows and of each run that they share, by layer. The stack (or the caller of a lone
     layer) owns it; no cache and no module ever does.
     """
@@ -61,6 +76,7 @@ class Links:
     aux: dict[str, Tensor] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
     residual: Tensor | None = None
+    source: RowSource | None = None
     types: Tensor | None = None
     lse: dict[int, list[Tensor]] | None = None
 
@@ -69,8 +85,9 @@ class Links:
 class Flow:
     """Everything a hook may read; made for each call and never stored on a module.
 
-    x: query side `[B, T, D]`; source: key side (x, or the context of cross-attention). q: axis of the queries; new:
-    axis of the rows written in this pass. mask: as it was given, bool `[B or 1, H or 1, T, S]`, else None. state /
+    x: query side `[B, T, D]`; source: key side (x, what `links.source` says, or the context of cross-attention). q:
+    axis of the queries; new: axis of the rows written in this pass. mask: as it was given, bool
+    `[B or 1, H or 1, T, S]`, else None. state /
     new_state: per-sequence tensors before and after. few: queries are so few that work on all rows belongs on their
     side. moved: keys and values are left as they are cached, and what transforms do at read is done to queries and head
     outputs. turn(x, "q" or "k", axis, back=False): rotates what rotates of it, for parts that place keys themselves.

@@ -12,6 +12,7 @@ from manyheads.attention import Attention
 from manyheads.core.feed import FeedPiece, feed_flow
 from manyheads.core.flow import Links
 from manyheads.core.mask import Axis, Mask
+from manyheads.stack.melt import Gate, Turn
 from manyheads.stack.residual import Residual, Sum
 
 SUM = Sum()
@@ -34,6 +35,7 @@ class Block(GradientCheckpointingLayer):
         self.cross = cross
         self.ffn_norm = nn.RMSNorm(attention.dim, eps) if ffn is not None else None
         self.ffn = ffn
+        self.gate: Gate | None = None  # of a melted stack, in a layer with rows of its own
         self.later: list[tuple[Attention, Attention | None]] = []  # attention and cross of later loops, no submodules
 
     @property
@@ -59,18 +61,21 @@ class Block(GradientCheckpointingLayer):
         stream: Any = None,
         site: int = 0,
         loop: int = 0,
+        turn: Turn | None = None,
     ) -> tuple[Tensor, Any]:
         """What the next layer reads `[B, T, D]`, and the residual's stream.
 
         x `[B, T, D]`; context_mask bool `[B or 1, 1, T, S]`; stream: where x was read (default: x itself), the first
-        sublayer being at `site`; the rest as in `Attention`.
+        sublayer being at `site`; turn: of a melted stack, which it is; the rest as in `Attention`.
         """
         links = Links() if links is None else links
         stream = residual.start(x) if stream is None else stream
         attention, cross = self.turns[loop]
-        links.residual = x
-        y = attention(self.attention_norm(x), positions=positions, mask=mask, cache=cache, links=links)
-        links.residual = None
+        cache = cache if turn is None else turn.cache  # there also where a pass is computed again
+        links.residual, x = x, self.attention_norm(x)
+        links.source = None if turn is None or self.gate is None else turn.source(attention.site.layer, self.gate, x)
+        y = attention(x, positions=positions, mask=mask, cache=cache, links=links)
+        links.residual = links.source = None
         x, stream = residual.step(site, stream, y)
         if cross is not None and self.cross_norm is not None:
             y = cross(

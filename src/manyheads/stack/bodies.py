@@ -20,6 +20,7 @@ from manyheads.stack.block import Block
 from manyheads.stack.config import ManyheadsConfig
 from manyheads.stack.decoder import Decoder
 from manyheads.stack.initialise import initialise, mark_started
+from manyheads.stack.melt import Gate
 from manyheads.stack.residual import Residual, Route
 from manyheads.stack.seam import ask_for_masks, describe, share_links, swap_attention
 
@@ -63,15 +64,16 @@ class OwnBody(PreTrainedModel):
             config.vocab_size, config.specs, config.hidden_size, config.heads, config.num_hidden_layers,
             ffn=config.ffn, hidden=config.intermediate_size, kv_source=config.kv_source,
             attn_source=config.attn_source, residual=config.residual, loops=config.loops,
-            looped=config.looped, max_len=config.max_position_embeddings, tied=config.tie_word_embeddings,
-            eps=config.rms_norm_eps, dropout=config.attention_dropout, std=config.initializer_range,
+            looped=config.looped, melt=config.melt, max_len=config.max_position_embeddings,
+            tied=config.tie_word_embeddings, eps=config.rms_norm_eps, dropout=config.attention_dropout,
+            std=config.initializer_range,
         )  # fmt: skip
         mark_started(self.decoder)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (Residual, Route)):  # so that a plain checkpoint loads under another residual
+        if isinstance(module, (Residual, Route, Gate)):  # so that a plain checkpoint loads under another residual
             module.reset_parameters()
 
     def on_step(self, progress: float) -> None:
@@ -111,8 +113,14 @@ class OwnBody(PreTrainedModel):
         told = cache is None or isinstance(cache, Cache)  # the axes of rows and queries say it all
         if told and (attention_mask is None or attention_mask.ndim == 2):
             mask = None
-        few = isinstance(logits_to_keep, int) and logits_to_keep > 0 and not kwargs.get("output_hidden_states")
-        newest = logits_to_keep if few and not self.config.output_hidden_states else None
+        states = kwargs.get("output_hidden_states") or self.config.output_hidden_states
+        if states and self.config.melt is not None:
+            raise ValueError(
+                "a melted model runs chunk by chunk, so its layers have no one output of a pass: output_hidden_states "
+                "is for models without melt"
+            )
+        few = isinstance(logits_to_keep, int) and logits_to_keep > 0 and not states
+        newest = logits_to_keep if few else None
         hidden = self.decoder.hidden(embeds=x, positions=axis, mask=mask, cache=cache, links=links, newest=newest)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.decoder.head(hidden[:, kept])

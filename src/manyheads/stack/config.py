@@ -12,6 +12,7 @@ from manyheads.core.spec import printed
 from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.loops import Turns
 from manyheads.stack.maps import Map
+from manyheads.stack.melt import read_melt
 from manyheads.stack.residual import read_residual
 from manyheads.stack.sources import check_ffns, per_layer
 
@@ -25,6 +26,7 @@ OWN: dict[str, Any] = {
     "residual": "sum",
     "loops": 1,
     "looped": None,
+    "melt": None,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "attention_dropout": 0.0,
@@ -96,8 +98,7 @@ class ManyheadsConfig(PreTrainedConfig):
         layers = self.num_hidden_layers
         what, counts = ("num_attention_heads", self.num_attention_heads) if heads is None else ("heads", heads)
         self.heads = head_counts(counts, self.hidden_size, layers, what)
-        loops, looped = (self.loops, self.looped) if base is None else (1, None)
-        turns = Turns.of(specs, self.heads, kv_source, attn_source, loops, looped)
+        turns = Turns.of(specs, self.heads, kv_source, attn_source, *self._loops)
         turns.check(self.hidden_size, max_len=self.max_position_embeddings if base is None else None)
         self.kv_source, self.attn_source = (
             turns.given(turns.once(sources)) for sources in (turns.kv_source, turns.attn_source)
@@ -107,8 +108,13 @@ class ManyheadsConfig(PreTrainedConfig):
         self.specs = once if lines == [once[block] for block in turns.blocks] else lines
         if base is None:
             residual = read_residual(self.residual)
-            residual.check(self.hidden_size, len(turns.blocks))
+            last = layers - (looped := layers if self.looped is None else self.looped)
+            residual.check(self.hidden_size, self.loops * looped + last)
             self.residual = printed(residual)
+            melt = read_melt(self.melt)
+            if melt is not None:
+                melt.check(turns.layers(self.hidden_size, max_len=self.max_position_embeddings))
+                self.melt = printed(melt)
         self.attention_path = attention_path or (
             "decoder.stack.blocks.{}.attention" if base is None else "model.layers.{}.self_attn"
         )
@@ -127,9 +133,15 @@ class ManyheadsConfig(PreTrainedConfig):
 
     @property
     def turns(self) -> Turns:
-        """Spec, heads and source of every layer, in the order they run."""
-        loops, looped = (self.loops, self.looped) if self.base is None else (1, None)
-        return Turns.of(self.specs, self.heads, self.kv_source, self.attn_source, loops, looped)
+        """Spec, heads and source of every layer with a place in the cache, in the order they run."""
+        return Turns.of(self.specs, self.heads, self.kv_source, self.attn_source, *self._loops)
+
+    @property
+    def _loops(self) -> tuple[int, int | None]:
+        """How often layers have a place in the cache, and how many of the first: those of a melted stack have one."""
+        if self.base is not None:
+            return 1, None
+        return (1 if self.melt is not None else self.loops), self.looped
 
     @staticmethod
     def _agree(base: PreTrainedConfig, given: dict[str, Any]) -> None:

@@ -81,15 +81,21 @@ class Turns(NamedTuple):
         """Sources of the first turns as those of layers."""
         return [None if at is None else self.blocks[at] for at in sources]
 
+    def layers(self, dim: int, causal: bool = True, max_len: int | None = None) -> list[Attention]:
+        """The layer of every turn, without weights."""
+        where = sites(self.kv_source, self.attn_source, causal, max_len=max_len)
+        with torch.device("meta"):
+            return [
+                Attention(line, dim, heads, site=site)
+                for line, heads, site in zip(self.specs, self.heads, where, strict=True)
+            ]
+
     def check(self, dim: int, causal: bool = True, max_len: int | None = None) -> None:
         """As `check_layers`; later turns of a layer must also do with the weights of its first."""
         check_layers(self.specs, dim, self.heads, self.kv_source, self.attn_source, causal, max_len)
         if not any(self.loops):
             return
-        with torch.device("meta"):
-            where = sites(self.kv_source, self.attn_source, causal, max_len=max_len)
-            places = zip(self.specs, self.heads, where, strict=True)
-            every = [Attention(line, dim, heads, site=site) for line, heads, site in places]
+        every = self.layers(dim, causal, max_len)
         firsts = self.once(every)
         for layer, block in zip(every, self.blocks, strict=True):
             if layer is not firsts[block]:

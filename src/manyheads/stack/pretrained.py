@@ -144,7 +144,8 @@ class ManyheadsForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"{slots}, which a {type(cache).__name__} cannot hold; use manyheads.Cache")
             if whole:
                 raise ValueError(f"{slots}: no 4-D mask fits")
-        if self.config.base is None and self.config.loops > 1 and not isinstance(cache, Cache | None):
+        rows = self.config.base is None and self.config.loops > 1 and self.config.melt is None
+        if rows and not isinstance(cache, Cache | None):
             looped = self.config.looped or self.config.num_hidden_layers
             raise ValueError(
                 f"{self.config.loops} loops of {looped} layers each keep rows of their own, for "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -28,6 +28,7 @@ from manyheads.stack.heads import HeadCounts, head_counts
 from manyheads.stack.initialise import initialise
 from manyheads.stack.loops import Turns, turn
 from manyheads.stack.maps import Map
+from manyheads.stack.melt import MELT, Gate, Melting, check_melted, mask_of, read_melt
 from manyheads.stack.meta import MetaTokens
 from manyheads.stack.residual import MHAR, Plain, Sum, read_residual
 from manyheads.stack.sources import check_ffns, per_layer, sites
@@ -55,6 +56,7 @@ class Stack(nn.Module):
         loops: how many times the blocks run, one after the other, with the same weights; each time they cache rows of
             their own. specs may then also be one for each layer of each loop, if the weights agree. looped: only so
             many of the first layers are in the loops, those behind run once (default: all).
+        melt: all loops of a layer cache one row a token, such as `melt` or `melt(chunk=128)` (see `MELT`).
         eps: of the norms. dropout: probability of dropping an attention weight in training. std: of the first weights
             (see `initialise`).
         checkpoint: compute the blocks again in backward instead of keeping their activations.
@@ -67,9 +69,9 @@ class Stack(nn.Module):
         layers: int | None = None, *, ffn: str | Feed | Sequence[str | Feed] = "swiglu", hidden: int | None = None,
         causal: bool = True, cross: bool | str = False, context_dim: int | None = None,
         kv_source: Map = None, attn_source: Map = None,
-        residual: str | Plain | MHAR = "sum", loops: int = 1, looped: int | None = None, meta: int = 0,
-        max_len: int | None = None, eps: float = 1e-6, dropout: float = 0.0, std: float = 0.02,
-        checkpoint: bool = False,
+        residual: str | Plain | MHAR = "sum", loops: int = 1, looped: int | None = None,
+        melt: str | MELT | None = None, meta: int = 0, max_len: int | None = None, eps: float = 1e-6,
+        dropout: float = 0.0, std: float = 0.02, checkpoint: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if layers is None:
@@ -77,15 +79,20 @@ class Stack(nn.Module):
         check_whole(dim=dim, layers=layers, loops=loops, **({} if max_len is None else {"max_len": max_len}))
         check_whole(0, meta=meta)
         check_share(dropout=dropout)
-        turns = Turns.of(specs, head_counts(heads, dim, layers), kv_source, attn_source, loops, looped)
+        self.melt, self.melted = read_melt(melt), 1.0  # melted: the share of melted rows in what is read
+        counts = head_counts(heads, dim, layers)
+        turns = Turns.of(specs, counts, kv_source, attn_source, loops if self.melt is None else 1, looped)
         length = None if max_len is None else max_len + meta
         turns.check(dim, causal, length)
+        if self.melt is not None:
+            self.melt.check(turns.layers(dim, causal, length), causal, bool(cross))
         self.ffns, self.hidden = check_ffns(per_layer(ffn, layers, "feed-forwards"), dim, hidden, causal), hidden
         self.dim, self.causal, self.loops = dim, causal, loops
         self.bank = Bank()
         self.blocks = nn.ModuleList()
         where = sites(turns.kv_source, turns.attn_source, causal, self.bank, length)
         self.turns = turns
+        self.order = [*zip(turns.loops, turns.blocks, strict=True)]
         for line, count, site, number in zip(turns.specs, turns.heads, where, turns.blocks, strict=True):
             beside = Site(
                 site.layers + site.layer, site.layers, causal=False, cross=True, context_dim=context_dim,
@@ -101,11 +108,23 @@ class Stack(nn.Module):
                 block = cast(Block, self.blocks[number])
                 other = None if block.cross is None else turn(block.cross, block.cross.spec, beside)
                 block.later.append((turn(block.attention, line, site), other))
+        self.looped = layers if looped is None else looped
+        if self.melt is not None and loops > 1:
+            self._melt(self.melt)
         self.meta = MetaTokens(meta, dim) if meta else None
         self.cross = bool(cross)
         self.residual = read_residual(residual).build(dim, self.sublayers)
         self.checkpoint(checkpoint)
-        initialise(self, len(turns.blocks), std)
+        initialise(self, len(self.order), std)
+
+    def _melt(self, options: MELT) -> None:
+        """Blocks of loops run again as they are, at their first place; those with rows have a gate."""
+        for block in cast(Sequence[Block], self.blocks[: self.looped]):
+            block.later = [(block.attention, None)] * (self.loops - 1)
+            if block.attention.site.kv_source is None:
+                block.gate = Gate(self.dim, options)
+        again = [(loop, number) for loop in range(self.loops) for number in range(self.looped)]
+        self.order = again + self.order[self.looped :]
 
     def checkpoint(self, wanted: bool = True) -> None:
         """Whether training passes compute the blocks again in backward."""
@@ -116,7 +135,7 @@ class Stack(nn.Module):
     @property
     def running(self) -> Iterator[tuple[int, Block]]:
         """Loop and block, in the order they run."""
-        for loop, block in zip(self.turns.loops, self.turns.blocks, strict=True):
+        for loop, block in self.order:
             yield loop, cast(Block, self.blocks[block])
 
     @property
@@ -141,12 +160,15 @@ class Stack(nn.Module):
 
     @property
     def cost(self) -> Cost:
-        """Parameters, cache and FLOPs of the layers' (self-)attention, and the parameters of meta tokens."""
+        """Parameters, cache and FLOPs of the layers' (self-)attention and gates, and the parameters of meta tokens."""
         total = Cost()
         for loop, block in self.running:
             layer = block.turns[loop][0]
             cost = layer.spec.cost(self.dim, layer.heads, layer.site)
-            total = total + (cost.again() if loop else cost)
+            total = total + (cost if not loop else cost.again() if self.melt is None else cost.again().kept())
+        if self.melt is not None:
+            gates = sum(block.gate is not None for block in cast(Sequence[Block], self.blocks))
+            total = sum([self.melt.cost(self.dim, self.loops)] * gates, total)
         return total if self.meta is None else total + Cost(self.meta.tokens.numel())
 
     @property
@@ -200,24 +222,59 @@ class Stack(nn.Module):
             context_mask = context_mask[:, None, None].expand(-1, -1, x.shape[1], -1)
         if newest is not None:
             check_whole(newest=newest)
-        few = None if newest is None or isinstance(mask, Mask) or self.training else self._lean(mask)
-        stream, site = self.residual.start(x), 0
-        x = self.residual.read(site, stream)
-        read = {layer.site.kv_source for layer in self.attentions}
-        for layer, (loop, block) in enumerate(self.running):
-            if layer == few and newest is not None and x.shape[1] > newest:
-                x, mask = x[:, -newest:], None
-                stream, axis = x, replace(axis[axis.length - newest :], rows=None)
+        given: dict[str, Any] = {"context": context, "context_mask": context_mask}
+        if self.melt is not None:
+            check_melted(x, mask, cache, self.melted)
+            x = self._in_chunks(x, axis, cast(Any, mask), cast(Any, cache), links)
+        else:
+            few = None if newest is None or isinstance(mask, Mask) or self.training else self._lean(mask)
+            running, stream = [*self.running], self.residual.start(x)
+            x, stream = self._run(
+                running[:few], self.residual.read(0, stream), stream, axis, mask, cache, links, **given
+            )
+            if few is not None:
+                assert newest is not None
+                if x.shape[1] > newest:
+                    x, mask = x[:, -newest:], None
+                    stream, axis = x, replace(axis[axis.length - newest :], rows=None)
+                x, stream = self._run(running[few:], x, stream, axis, mask, cache, links, few, **given)
+        x = x if self.meta is None or later else self.meta.without(x, padding)
+        return x if newest is None else x[:, -newest:]
+
+    def _run(
+        self, running: Sequence[tuple[int, Block]], x: Tensor, stream: Any, axis: Axis, mask: Tensor | Mask | None,
+        cache: transformers.Cache | None, links: Links, first: int = 0, **given: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """What the next layer would read, and the stream, behind some layers; first: how many have run before."""
+        site, read = sum(self.sublayers[:first]), {layer.site.kv_source for layer in self.attentions}
+        for loop, block in running:
             x, stream = block(
-                x, positions=axis, mask=mask, cache=cache, context=context, context_mask=context_mask, links=links,
-                residual=self.residual, stream=stream, site=site, loop=loop,
+                x, positions=axis, mask=mask, cache=cache, links=links, residual=self.residual, stream=stream,
+                site=site, loop=loop, **given,
             )  # fmt: skip
-            site += block.sublayers
+            site, layer = site + block.sublayers, block.turns[loop][0].site.layer
             if layer not in read and not links.route:
                 links.rows.pop(layer, None)  # nobody reads them: free before the next layer
             links.rows.pop(len(self.turns.blocks) + layer, None)
-        x = x if self.meta is None or later else self.meta.without(x, padding)
-        return x if newest is None else x[:, -newest:]
+        return x, stream
+
+    def _in_chunks(self, x: Tensor, axis: Axis, mask: Tensor | None, cache: Cache | None, links: Links) -> Tensor:
+        """A pass of a melted stack."""
+        assert self.melt is not None
+        size, past = self.melt.chunk if self.training else self.melt.prefill, 0 if cache is None else cache.length()
+        melting, running, outs = Melting(self.loops, self.melted, cache, links), [*self.running], []
+        for first in range(0, max(1, x.shape[1]), size):
+            cut = slice(first, min(first + size, x.shape[1]))
+            part, tokens, seen = x[:, cut], replace(axis[cut], rows=None), mask_of(mask, cut, past)
+            stream = self.residual.start(part)
+            part = self.residual.read(0, stream)
+            for now in melting.turns(cut):
+                at = now.number * self.looped
+                blocks = running[at : at + self.looped] if now.number < self.loops - 1 else running[at:]
+                part, stream = self._run(blocks, part, stream, tokens, seen, None, now.links, at, turn=now)
+            outs.append(part)
+        melting.end()
+        return torch.cat(outs, 1)
 
     def _lean(self, mask: Tensor | None) -> int | None:
         """From which turn on no layer writes anything, so that each token's output is its own; None where one might."""
@@ -243,6 +300,7 @@ class Stack(nn.Module):
 
     def on_step(self, progress: float) -> None:
         """Pass training progress in [0, 1] to every part with a schedule."""
+        self.melted = 1.0 if self.melt is None else self.melt.share(progress)
         for block in cast(Sequence[Block], self.blocks):
             block.on_step(progress)
 
