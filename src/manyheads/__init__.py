@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manyheads import aggregate, decode, edit, inspect, multi
+    from manyheads import aggregate, decode, edit, inspect, learn, multi
     from manyheads.attention import Attention
     from manyheads.attention.explain import explain
     from manyheads.bench.compare import compare
@@ -54,6 +54,7 @@ __all__ = [
     "explain",
     "heal",
     "inspect",
+    "learn",
     "load_adapters",
     "multi",
     "shrink",
@@ -72,7 +73,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds, and `manyheads --help` needs none of it."""
-    if name in ("aggregate", "decode", "edit", "inspect", "multi"):  # rooms of their own
+    if name in ("aggregate", "decode", "edit", "inspect", "learn", "multi"):  # rooms of their own
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,8 @@ LINES = {
     "span": ((2, 5, 8), torch.tensor([[1, 3], [-100, -100]])),
     "ranking": ((2, 4, 8), torch.tensor([[1.0, 0.0, NAN, 2.0], [1.0, 1.0, 1.0, NAN]])),
     "ranking(loss=pairwise)": ((2, 4, 8), torch.tensor([[1.0, 0.0, NAN, 2.0], [3.0, 1.0, 1.0, NAN]])),
+    "explanation(classes=3, inner=4)": ((4, 5, 8), torch.tensor([0, 2, -100, 1])),
+    "explanation(classes=3, reduction=0)": ((3, 5, 8), torch.tensor([0, -100, 1])),
     "matryoshka(classes=3, slices=[2, 4, 8])": ((3, 8), torch.tensor([0, 2, -100])),
     "matryoshka(classes=2, slices=[2, 8], sigmoid=true)": ((3, 8), torch.tensor([[0, 1], [-100, 1], [-100, -100]])),
     "density(components=3, size=2)": ((3, 8), torch.tensor([[1.0, NAN], [0.5, 2.0], [NAN, NAN]])),

@@ -1,4 +1,4 @@
-"""Self-attention relations: what a student of another width and another number of heads can still copy from a teacher.
+"""Self-attention relations between layers of two models; the loss itself is `learn/relations.py`.
 
 Source: MiniLMv2 2021, arXiv 2012.15828.
 """
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +17,7 @@ from torch import Tensor
 from manyheads.attention import Attention
 from manyheads.core.flow import Rows, View
 from manyheads.core.part import OptionError
-
-PAIRS = ("qq", "kk", "vv")
-
-
-class Projected(NamedTuple):
-    """Queries, keys and values `[B, T, heads · width]` of all heads side by side, before transforms and rotation."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+from manyheads.learn.relations import PAIRS, Projected, relation_loss
 
 
 @dataclass(frozen=True)
@@ -90,31 +81,7 @@ class Relations:
         self, student: Projected, teacher: Projected, valid: Tensor | None = None, causal: bool = True
     ) -> Tensor:
         """The loss, without its weight. valid: `[B, T]`, False on padding, which is neither a row nor a column."""
-        b, t, _ = student.q.shape
-        valid = torch.ones(b, t, dtype=torch.bool, device=student.q.device) if valid is None else valid
-        rows = valid.sum(-1).clamp_min(1)
-        total = student.q.new_zeros(())
-        for one, other in self.pairs:
-            p, q = (
-                self._relation(getattr(each, one), getattr(each, other), valid, causal) for each in (teacher, student)
-            )
-            apart = (p.exp() * (p - q)).sum(-1).masked_fill(~valid[:, None], 0)  # [B, heads, T]
-            total = total + (apart.sum((1, 2)) / (self.heads * rows)).mean()
-        return total
-
-    def _relation(self, a: Tensor, b: Tensor, valid: Tensor, causal: bool) -> Tensor:
-        """Log-probabilities `[B, heads, T, T]`, in float32 at least."""
-        a, b = (
-            x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x in (a, b)
-        )
-        with torch.autocast(a.device.type, enabled=False):
-            scores = a @ b.mT * a.shape[-1] ** -0.5
-        seen = valid[:, None, None, :]
-        if causal:
-            seen = seen & torch.ones(scores.shape[-2:], dtype=torch.bool, device=a.device).tril()
-        # Finite, so that nothing times what is hidden is zero.
-        return scores.masked_fill(~seen, torch.finfo(scores.dtype).min / 4).log_softmax(-1)
+        return relation_loss(student, teacher, self.heads, pairs=self.pairs, valid=valid, causal=causal)
 
 
 def projected(attention: Attention, x: Tensor) -> Projected:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manyheads.multi.head import Head, read_head
 from manyheads.multi.heads.classification import Classification
+from manyheads.multi.heads.tokens import Tokens
 from manyheads.multi.model import MultiHead, naming
 
 
@@ -48,7 +49,7 @@ def leave_early(
         with naming(name):
             if name not in model.heads:
                 raise ValueError(f"there is no such head; there are {', '.join(map(repr, model.heads))}")
-            if not isinstance(model.heads[name], Classification) or model.heads[name].reads != "rows":
+            if not isinstance(model.heads[name], Classification) or isinstance(model.heads[name], Tokens):
                 raise ValueError("it classifies no rows, so how sure it is cannot be told")
     found: list[Any] = []  # highest probabilities and their classes
     ran: list[str] = []

@@ -3,6 +3,7 @@
 from manyheads.multi.heads.classification import Classification
 from manyheads.multi.heads.density import Density
 from manyheads.multi.heads.energy import Energy
+from manyheads.multi.heads.explanation import Explanation
 from manyheads.multi.heads.gramian import Gramian
 from manyheads.multi.heads.hypotheses import Hypotheses
 from manyheads.multi.heads.matryoshka import Matryoshka
@@ -17,6 +18,7 @@ __all__ = [
     "Classification",
     "Density",
     "Energy",
+    "Explanation",
     "Gramian",
     "Hypotheses",
     "Matryoshka",
