@@ -35,6 +35,16 @@ def test_generate_with_a_drafter_writes_the_same_text(tiny, drafter):
         assert "tokens a step" in ran.err and ran.json["steps"] <= 11
 
 
+def test_jakiro_is_trained_by_the_same_command(tiny, tmp_path):
+    ran = run("decode", "train", tiny, "--out", tmp_path / "jakiro", "--drafter", "jakiro", *SMALL, "--json")
+    assert ran.code == 0 and len(ran.json["odds"]) == 2, ran
+    assert json.loads((tmp_path / "jakiro" / "drafter.json").read_text())["contrast"] is True
+    plain = run("generate", tiny, "import this", "--tokens", "12", "--json")
+    ran = run("generate", tiny, "import this", "--tokens", "12", "--draft", tmp_path / "jakiro", "--json")
+    assert ran.code == 0 and ran.json["text"] == plain.json["text"] and ran.json["gain"] > 0.8
+    assert "known: jakiro, medusa" in refused("decode", "train", tiny, "--out", tmp_path / "x", "--drafter", "eagle")
+
+
 def test_another_model_is_refused_by_name(drafter, tmp_path):
     other = save_tiny(tmp_path / "other", hidden_size=32)
     line = refused("generate", other, "hello", "--draft", drafter)

@@ -9,9 +9,11 @@ from torch import nn
 
 from manyheads.convert.resume import ResumeError
 from manyheads.decode import Distillation, MedusaHeads, Seen, Tree, load, train
-from manyheads.decode.distil import loss_of
+from manyheads.decode.distil import frequent
 
-HOW = Distillation(heads=2, width=4, texts=16, prompt=4, length=10, steps=6, batch=4, save_every=2)
+HOW = Distillation(
+    heads=2, width=4, words=50, together=6, texts=16, prompt=4, length=10, steps=6, batch=4, save_every=2
+)
 
 
 def beginnings(how=HOW):
@@ -39,44 +41,53 @@ def test_the_models_head_is_shared_and_not_saved():
 
 
 def test_each_head_learns_its_own_offset():
-    """Text in which y[t + 2 + k] is a function of y[t] for k = 1 alone: head 1 learns it, head 0 stays at chance."""
+    """Text in which y[t + 2 + k] is a function of y[t] for k = 1 alone: head 1 learns it, head 0 stays at chance.
+
+    Of a token that it may not say, no head is asked.
+    """
     torch.manual_seed(0)
-    count, vocab = 16, 16
-    table = torch.randperm(vocab)
-    tokens = torch.randint(vocab, (64, 24))
+    count, vocab = 16, VOCAB
+    table = torch.randperm(16)
+    tokens = torch.randint(16, (64, 24))
     for t in range(3, 24):
         tokens[:, t] = table[tokens[:, t - 3]]
-    embed = torch.eye(vocab, 32)
-
-    class Stub:
-        config = type(
-            "C", (), {"get_text_config": lambda self: type("T", (), {"vocab_size": vocab, "hidden_size": 32})}
-        )()
-        device, dtype = torch.device("cpu"), torch.float32
-
-        def get_output_embeddings(self):
-            head = nn.Linear(32, vocab, bias=False).requires_grad_(False)
-            nn.init.normal_(head.weight)
-            return head
-
-    heads = MedusaHeads(Stub(), heads=2, width=4)
+    made = model("gqa")
+    nn.init.normal_(made.get_output_embeddings().weight)
+    heads = MedusaHeads(made, heads=2, width=4, tokens=torch.arange(15))
     optimiser = torch.optim.AdamW(heads.parameters(), lr=3e-2)
-    hidden, targets = embed[tokens[:, :-1]], tokens[:, 1:]
+    hidden, targets = torch.eye(vocab, 32)[tokens[:, :-1]], tokens[:, 1:]
     for step in range(150):
         rows = torch.arange(count) + count * (step % 3)
         optimiser.zero_grad()
-        for head in range(2):
-            loss_of(heads, hidden[rows], targets[rows], head).backward()
+        for loss in heads.losses(hidden[rows], targets[rows]):
+            loss.backward()
         assert step or all(parameter.grad.any() for parameter in heads.parameters())
         optimiser.step()
     heads.measure(hidden[48:], targets[48:])
-    assert heads.odds[1, 0] == 1.0 and heads.odds[0, 0] < 0.3
+    missing = (targets[48:, 2:] == 15).double().mean()
+    assert heads.odds[1, 0] == pytest.approx(1 - missing) and 0 < missing < 0.1 and heads.odds[0, 0] < 0.3
+
+
+def test_a_short_list_of_words_is_drafted_from():
+    made = model("gqa")
+    assert frequent(torch.tensor([[5, 7, 7, 9, 9]]), 61, 4).tolist() == [0, 5, 7, 9] and frequent(None, 61, 61) is None
+    words = torch.tensor([3, 9, 20])
+    heads = MedusaHeads(made, heads=2, tokens=words)
+    assert heads.width == 3
+    hidden = torch.randn(2, 32)
+    torch.testing.assert_close(heads(hidden, 1), made.get_output_embeddings()(hidden)[:, words])
+    assert {*heads.draft(Seen([[1], [2]], hidden), Tree.full([3, 3])).flatten().tolist()} == {3, 9, 20}
+    assert heads.words.places(torch.tensor([9, 4, 3])).tolist() == [1, -1, 0]
+    for wrong in ([3, 3], [], [61], [-1]):
+        with pytest.raises(ValueError, match="a list of unlike ones below 61"):
+            MedusaHeads(made, tokens=torch.tensor(wrong))
 
 
 def test_training_freezes_the_model_and_goes_on_with_equal_bits(tmp_path):
     made = model("gqa")
     before = {name: value.clone() for name, value in made.state_dict().items()}
     whole = train(made, beginnings(), tmp_path / "whole", HOW)
+    assert len(whole.words) == 50 and (whole.odds > 0).any()
 
     for stop_at in (("text", 2), ("heads", 3), ("heads", 5)):
 
@@ -101,14 +112,14 @@ def test_training_freezes_the_model_and_goes_on_with_equal_bits(tmp_path):
 
 def test_a_drafter_comes_back_for_its_own_model_alone(tmp_path):
     made = model("gqa")
-    heads = MedusaHeads(made, heads=2, width=4)
+    heads = MedusaHeads(made, heads=2, width=4, tokens=torch.tensor([3, 4, 5, 9]))
     for parameter in heads.parameters():
         nn.init.normal_(parameter)
     heads.odds = torch.rand(2, 4).double()
     heads.save(tmp_path, made, name="one")
     again = load(tmp_path, made)
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
-    assert torch.equal(heads.odds, again.odds)
+    assert torch.equal(heads.odds, again.odds) and torch.equal(heads.words.tokens, again.words.tokens)
     load(tmp_path, model("gqa").bfloat16())  # the same model in another dtype
     other = model("gqa")
     with torch.no_grad():
@@ -125,6 +136,8 @@ def test_a_drafter_comes_back_for_its_own_model_alone(tmp_path):
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least 16"):
         Distillation(texts=3)
+    with pytest.raises(ValueError, match="drafter='eagle'; known: jakiro, medusa"):
+        Distillation(drafter="eagle")
     with pytest.raises(ValueError, match="teaches 5 heads nothing"):
         Distillation(heads=5, length=5)
     with pytest.raises(ValueError, match=r"16 of 4 tokens are wanted"):

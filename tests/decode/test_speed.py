@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from tests.decode.laws import prompts
-from tests.stack.tiny import VOCAB, model
+from tests.stack.tiny import model
 
-from manyheads.decode import Costs, PromptLookup, costs, generate, plan
+from manyheads.decode import Costs, costs, plan
 from manyheads.decode.speed import grow
 
 ODDS = torch.tensor([[0.6, 0.2, 0.1], [0.5, 0.3, 0.0]], dtype=torch.float64)
@@ -54,22 +53,3 @@ def test_a_model_is_timed_once():
     first = costs(made, 2, 20, (1, 4))
     assert first.batch == 2 and len(first.seconds) == 2 and min(first.seconds) > 0
     assert costs(made, 2, 30, (1, 4)) is first and costs(made, 1, 20, (1, 4)) is not first
-
-
-def test_decoding_takes_its_tree_from_what_it_measures(monkeypatch):
-    """Free rows: a copied text is drafted deep. Rows at full price: it is given up, and the text is the same."""
-    made = model("gqa")
-    rows = [prompts(VOCAB)[0] * 4]
-    plain = generate(made, rows, None, 40).tokens
-    for seconds, drafted in (((1.0, 1.0), True), ((1.0, 64.0), False)):
-        monkeypatch.setattr(
-            "manyheads.decode.steps.costs", lambda *_, s=seconds: Costs((1, 64), tuple(1e3 * x for x in s))
-        )
-        if drafted:
-            found = generate(made, rows, PromptLookup(), 40)
-            assert found.plans[0][1].gain > 1 and found.acceptance.asked.sum() > 0
-        else:
-            with pytest.warns(match="not worth their time"):
-                found = generate(made, rows, PromptLookup(), 40)
-            assert found.note and found.acceptance.asked.sum() == 0
-        assert found.tokens == plain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -30,8 +30,15 @@ def train(
     text: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Text whose beginnings the model continues. Repeatable.")
     ] = None,
+    drafter: Annotated[
+        str, typer.Option(help="medusa, heads beside the model's own; or jakiro, a layer with two experts.")
+    ] = "medusa",
     heads: Annotated[int, typer.Option(min=1, help="Tokens drafted at most.")] = 3,
-    layers: Annotated[int, typer.Option(min=1, help="Residual blocks a head.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Medusa: residual blocks a head.")] = 1,
+    contrast: Annotated[
+        bool, typer.Option(help="Jakiro: the last token comes from the difference of experts, not another pass.")
+    ] = True,
+    words: Annotated[int, typer.Option(min=1, help="Only so many tokens, the most frequent, are drafted.")] = 8192,
     texts: Annotated[int, typer.Option(min=16, help="Texts that the model writes; one in eight is held out.")] = 256,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens that each text begins with.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens that the model adds.")] = 112,
@@ -43,7 +50,7 @@ def train(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train Medusa heads on text that the model writes itself; the model stays as it is.
+    """Train a drafter on text that the model writes itself; the model stays as it is.
 
     Interrupted, the same command goes on, and ends with the same bits.
     """
@@ -58,8 +65,8 @@ def train(
 
     logging.disable_progress_bar()
     how = Distillation(
-        heads=heads, layers=layers, texts=texts, prompt=prompt, length=length, sample=sample, steps=steps, batch=batch,
-        lr=lr, seed=seed,
+        cast(Any, drafter), heads, layers, contrast=contrast, words=words, texts=texts, prompt=prompt, length=length,
+        sample=sample, steps=steps, batch=batch, lr=lr, seed=seed,
     )  # fmt: skip
     source = load_source(name)
     tokenizer = source.reader(name)

@@ -133,12 +133,16 @@ def _drafted(draft: str, source: Any, ids: Any, prompt: str, tokens: int, **samp
     seconds = time.perf_counter() - began
     (new,) = found.tokens
     rates = ", ".join(number(100 * rate, 0) for rate in found.acceptance.by_depth if rate == rate)
-    note(f"{number(found.tokens_per_step, 2)} tokens a step; accepted by depth, %: {rates or 'nothing drafted'}")
+    note(
+        f"{number(found.tokens_per_step, 2)} tokens a step, {number(found.gain or 1.0, 2)} times as fast as one; "
+        f"accepted by depth, %: {rates or 'nothing drafted'}"
+    )
     if found.note:
         note(found.note)
     return {
         "text": source.tokenizer.decode(new, skip_special_tokens=True), "tokens": len(new), "seconds": seconds,
         "steps": found.steps, "tokens_per_step": found.tokens_per_step, "accepted": found.acceptance.by_depth,
+        "gain": found.gain,
     }  # fmt: skip
 
 

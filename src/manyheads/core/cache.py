@@ -386,7 +386,9 @@ class SiteStore(CacheLayerMixin):
         self.length -= tokens
 
     def choose(self, tokens: int, index: Tensor, shift: Tensor | None) -> None:
-        if not self.length:
+        if self.asked is not None:
+            self.asked = self.asked[: max(0, self.asked.length - tokens + index.shape[1])]
+        if not self.length or self.fixed:
             return
         for growing in self.growing.values():
             growing.choose(tokens, index, shift)

@@ -3,18 +3,25 @@
 from manyheads.decode.buckets import attention_buckets, choose_bases, mix_logits, waveform
 from manyheads.decode.distil import Distillation, train
 from manyheads.decode.drafter import Drafter, RandomDrafter, Seen
+from manyheads.decode.guard import Guard
+from manyheads.decode.jakiro import Jakiro
+from manyheads.decode.learned import LearnedDrafter, load
 from manyheads.decode.lookup import PromptLookup
-from manyheads.decode.medusa import MedusaHeads, load
-from manyheads.decode.speed import Costs, Plan, costs, plan
+from manyheads.decode.medusa import MedusaHeads
+from manyheads.decode.speed import Acceptance, Costs, Plan, costs, plan
 from manyheads.decode.steps import Decoded, SlowDraft, generate
 from manyheads.decode.tree import Tree
 from manyheads.decode.verify import Typical, Verifier
 
 __all__ = [
+    "Acceptance",
     "Costs",
     "Decoded",
     "Distillation",
     "Drafter",
+    "Guard",
+    "Jakiro",
+    "LearnedDrafter",
     "MedusaHeads",
     "Plan",
     "PromptLookup",

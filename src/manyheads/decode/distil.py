@@ -1,8 +1,8 @@
-"""Train Medusa heads beside a frozen model, on text that the model writes itself.
+"""Train a drafter beside a frozen model, on text that the model writes itself.
 
-First the model continues beginnings of given texts; then the heads learn what it wrote. Head k at position t is asked
-for the token at t + 2 + k counted from zero, weighted by 0.8^(k+1), where that token is the model's own. Every batch of
-text and every step follows from the seed and its number, so a job that goes on after an interrupt ends with equal bits.
+First the model continues beginnings of given texts, and what its head reads meanwhile is kept, so that training runs
+the drafter alone; then the drafter learns what was written. Every batch of text and every step follows from the seed
+and its number, so a job that goes on after an interrupt ends with equal bits.
 """
 
 from __future__ import annotations
@@ -14,43 +14,56 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from manyheads.convert.resume import check_resume, whole_file
 from manyheads.convert.text import windows
-from manyheads.convert.training import load_state, readable, save_state
+from manyheads.convert.training import load_state, readable, save_state, step_seed
 from manyheads.decode.identity import Identity
-from manyheads.decode.medusa import DESCRIPTION, WEIGHTS, MedusaHeads
+from manyheads.decode.jakiro import Jakiro
+from manyheads.decode.learned import LearnedDrafter
+from manyheads.decode.medusa import MedusaHeads
 from manyheads.decode.steps import generate
 from manyheads.decode.verify import head_inputs
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 
 Progress = Callable[[str, int, int], object]
-DECAY = 0.8
 HELD = 8
 """One of so many texts is held out, and the odds are measured on it."""
 
 
+class Written(NamedTuple):
+    """Texts of a model: tokens `[N, T]`, and what its head read when it chose each, `[N, T, D]`."""
+
+    tokens: Tensor
+    hidden: Tensor
+
+
 @dataclass(frozen=True)
 class Distillation:
-    """How heads are made and trained: AdamW, the rate warmed up over a tenth of the steps and then a cosine to zero.
+    """How a drafter is made and trained: AdamW, the rate warmed up over a tenth of the steps and then a cosine to zero.
 
-    texts: that the model writes, of `prompt` tokens given and `length` written. sample: it draws tokens (at
-    temperature 1) instead of taking the likeliest. save_every: steps between checkpoints.
+    heads: tokens drafted at most. layers: of a Medusa head. contrast: of `Jakiro`. words: the tokens most frequent in
+    what the model wrote, which alone are drafted. texts: that the model writes, of `prompt` tokens given and `length`
+    written, `together` of them at a time. sample: it draws tokens (at temperature 1) instead of taking the likeliest.
+    batch: texts a step. save_every: steps between checkpoints.
     """
 
+    drafter: Literal["medusa", "jakiro"] = "medusa"
     heads: int = 3
     layers: int = 1
     width: int = 10
+    contrast: bool = True
+    words: int = 8192
     texts: int = 256
     prompt: int = 16
     length: int = 112
+    together: int = 32
     sample: bool = False
     steps: int = 400
     batch: int = 8
@@ -59,13 +72,17 @@ class Distillation:
     save_every: int = 25
 
     def __post_init__(self) -> None:
-        for name in ("heads", "layers", "width", "prompt", "length", "steps", "batch", "save_every"):
+        if self.drafter not in LearnedDrafter.kinds:
+            raise ValueError(f"drafter={self.drafter!r}; known: {', '.join(sorted(LearnedDrafter.kinds))}")
+        for name in (
+            "heads", "layers", "width", "words", "prompt", "length", "together", "steps", "batch", "save_every"
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; at least 1")
         if self.texts < 2 * HELD:
             raise ValueError(f"texts={self.texts}; at least {2 * HELD}, one in {HELD} of which is held out")
-        if self.length < self.heads + 1:
-            raise ValueError(f"length={self.length} teaches {self.heads} heads nothing; at least {self.heads + 1}")
+        if self.length < self.heads + 2:
+            raise ValueError(f"length={self.length} teaches {self.heads} heads nothing; at least {self.heads + 2}")
 
     def rate(self, step: int) -> float:
         warm = max(1, self.steps // 10)
@@ -73,12 +90,19 @@ class Distillation:
             return self.lr * (step + 1) / warm
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
 
+    def make(self, model: ManyheadsForCausalLM, tokens: Tensor | None) -> LearnedDrafter:
+        """The drafter before training."""
+        torch.manual_seed(self.seed)
+        if self.drafter == "medusa":
+            return MedusaHeads(model, self.heads, self.layers, self.width, tokens)
+        return Jakiro(model, self.heads, self.width, contrast=self.contrast, tokens=tokens)
+
 
 def train(
     model: ManyheadsForCausalLM, text: Tensor | str, out: Path, how: Distillation = Distillation(), *,
     tokenizer: PreTrainedTokenizerBase | None = None, name: str = "", progress: Progress = lambda *_: None,
-) -> MedusaHeads:  # fmt: skip
-    """Train heads and write them to `out`; goes on where an interrupted call with the same arguments stopped.
+) -> LearnedDrafter:  # fmt: skip
+    """Train a drafter and write it to `out`; goes on where an interrupted call with the same arguments stopped.
 
     Args:
         model: frozen; it comes back as it was.
@@ -103,13 +127,12 @@ def train(
     with torch.random.fork_rng(devices=[]), _frozen(model):
         written = _write(model, text, how, work, progress)
         held = torch.arange(how.texts) % HELD == HELD - 1
-        heads = _Training(model, how, written[~held], work).go(progress)
-        hidden = torch.cat([_hidden(model, rows) for rows in written[held].split(how.batch)])
-        heads.measure(hidden[:, :-1], _targets(written[held], how.prompt))
-    heads.eval()
-    heads.save(out, model, tokenizer, name, training=asdict(how))
+        drafter = _Training(model, how, Written(*(each[~held] for each in written)), work).go(progress)
+        tokens, hidden = (each[held].to(model.device) for each in written)
+        drafter.eval().measure(hidden, tokens)
+    drafter.save(out, model, tokenizer, name, training=asdict(how))
     shutil.rmtree(work)
-    return heads
+    return drafter
 
 
 @contextmanager
@@ -125,49 +148,43 @@ def _frozen(model: ManyheadsForCausalLM) -> Iterator[None]:
             parameter.requires_grad_(wanted)
 
 
-def _write(model: ManyheadsForCausalLM, begun: Tensor, how: Distillation, work: Path, progress: Progress) -> Tensor:
-    """Texts `[texts, prompt + length]` of the model, batch by batch, each of which is a file once it is whole."""
-    parts = begun.split(how.batch)
+def _write(model: ManyheadsForCausalLM, begun: Tensor, how: Distillation, work: Path, progress: Progress) -> Written:
+    """Texts of the model, batch by batch, each of which is a file once it is whole."""
+    parts = begun.split(how.together)
     progress("text", 0, len(parts))
     rows = []
     for number, part in enumerate(parts):
         file = work / f"text-{number:05d}.safetensors"
         if not file.exists():
-            found = generate(
-                model, part, None, how.length, sample=how.sample, seed=how.seed + number * how.batch, stop=()
-            )
-            new = torch.tensor(found.tokens)
+            seed = how.seed + number * how.together
+            with head_inputs(model) as seen:
+                found = generate(model, part, None, how.length, sample=how.sample, seed=seed, stop=())
+            hidden = torch.cat([each[:, -1:] for each in seen], 1)  # a pass for each token that was chosen
             with whole_file(file) as partial:
-                save_file({"tokens": torch.cat([part.cpu(), new], 1)}, partial)
-        rows.append(load_file(file)["tokens"])
+                save_file({"tokens": torch.tensor(found.tokens), "hidden": hidden.cpu().contiguous()}, partial)
+        rows.append(load_file(file))
         progress("text", number + 1, len(parts))
-    return torch.cat(rows)
+    return Written(*(torch.cat([each[name] for each in rows]) for name in Written._fields))
 
 
-def _hidden(model: ManyheadsForCausalLM, tokens: Tensor) -> Tensor:
-    """What the language model head reads, `[B, T, D]`."""
-    with torch.no_grad(), head_inputs(model, skip=True) as seen:
-        cast(Any, model)(tokens.to(model.device), use_cache=False)
-    return seen[-1]
-
-
-def _targets(tokens: Tensor, prompt: int) -> Tensor:
-    """The token after each position, -1 where the model did not write it."""
-    targets = tokens[:, 1:].clone()
-    targets[:, : prompt - 1] = -1
-    return targets
+def frequent(tokens: Tensor, vocab: int, words: int) -> Tensor | None:
+    """The tokens that come most often, smaller ones first among equals; None for all."""
+    if words >= vocab:
+        return None
+    return torch.bincount(tokens.flatten(), minlength=vocab).argsort(descending=True, stable=True)[:words].sort().values
 
 
 class _Training:
-    def __init__(self, model: ManyheadsForCausalLM, how: Distillation, texts: Tensor, work: Path) -> None:
-        self.model, self.how, self.texts, self.file = model, how, texts, work / "training.pt"
-        self.heads = MedusaHeads(model, how.heads, how.layers, how.width)
-        self.optimiser = torch.optim.AdamW(self.heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    def __init__(self, model: ManyheadsForCausalLM, how: Distillation, texts: Written, work: Path) -> None:
+        self.how, self.texts, self.file, self.device = how, texts, work / "training.pt", model.device
+        tokens = frequent(texts.tokens, model.config.get_text_config().vocab_size, how.words)
+        self.drafter = how.make(model, tokens).train()
+        self.optimiser = torch.optim.AdamW(self.drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self.done = 0
         if self.file.exists():
             self._load()
 
-    def go(self, progress: Progress) -> MedusaHeads:
+    def go(self, progress: Progress) -> LearnedDrafter:
         progress("heads", self.done, self.how.steps)
         while self.done < self.how.steps:
             self._step()
@@ -175,19 +192,19 @@ class _Training:
             if self.done % self.how.save_every == 0 or self.done == self.how.steps:
                 self._save()
             progress("heads", self.done, self.how.steps)
-        return self.heads
+        return self.drafter
 
     def _step(self) -> None:
         how = self.how
-        draws = torch.Generator().manual_seed(1_000_003 * (how.seed + 1) + self.done)
-        tokens = self.texts[torch.randint(len(self.texts), (how.batch,), generator=draws)]
-        hidden, targets = _hidden(self.model, tokens)[:, :-1], _targets(tokens, how.prompt).to(self.model.device)
+        torch.manual_seed(step_seed(how.seed, self.done))
+        rows = torch.randint(len(self.texts.tokens), (how.batch,))
+        tokens, hidden = (each[rows].to(self.device) for each in self.texts)
         for group in self.optimiser.param_groups:
             group["lr"] = how.rate(self.done)
         self.optimiser.zero_grad()
-        for head in range(how.heads):  # one at a time: logits are the largest tensors
-            loss_of(self.heads, hidden, targets, head).mul(DECAY ** (head + 1)).backward()
-        size = torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        for loss in self.drafter.losses(hidden, tokens):  # one at a time: logits are the largest tensors
+            loss.backward()
+        size = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         if not math.isfinite(size.item()):
             raise FloatingPointError(
                 f"the gradient of step {self.done} is not finite; a lower rate than {how.lr} helps"
@@ -195,22 +212,12 @@ class _Training:
         self.optimiser.step()
 
     def _save(self) -> None:
-        state = {"heads": self.heads.state_dict(), "optimiser": self.optimiser.state_dict(), "done": self.done}
+        state = {"heads": self.drafter.state_dict(), "optimiser": self.optimiser.state_dict(), "done": self.done}
         save_state(state, self.file)
 
     def _load(self) -> None:
         with readable(self.file):
             state = load_state(self.file)
-            self.heads.load_state_dict(state["heads"])
+            self.drafter.load_state_dict(state["heads"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.done = state["done"]
-
-
-def loss_of(heads: MedusaHeads, hidden: Tensor, targets: Tensor, head: int) -> Tensor:
-    """Cross-entropy of one head. targets `[B, T]`: the token after each position; head k takes the one k + 1 later."""
-    wanted = targets[:, head + 1 :]
-    known = wanted >= 0
-    return F.cross_entropy(heads(hidden[:, : wanted.shape[1]][known], head).float(), wanted[known])
-
-
-__all__ = ["DESCRIPTION", "WEIGHTS", "Distillation", "loss_of", "train"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,11 +16,43 @@ class Seen:
     """What is known when a tree is drafted.
 
     ids: all tokens of each sequence, the root last. hidden: `[B, D]`, what the language model head read when the root
-    was chosen (the token before it is the newest that the model has read).
+    was chosen (the token before it is the newest that the model has read). trail: `[B, W, D]`, the same of the newest
+    tokens, the root's last; known: bool `[B, W]`, where it has any. W is the drafter's `reads`, 1 where it has none.
     """
 
     ids: list[list[int]]
     hidden: Tensor
+    trail: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0))
+    known: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))
+
+
+class Trail:
+    """What the language model head read of the newest `size` tokens of each sequence of a batch."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def start(self, hidden: Tensor) -> None:
+        """hidden: `[B, D]`, what the first tokens were chosen from."""
+        self.rows = hidden.new_zeros(len(hidden), self.size, hidden.shape[-1])
+        self.rows[:, -1] = hidden
+        self.known = torch.zeros(self.rows.shape[:2], dtype=torch.bool, device=hidden.device)
+        self.known[:, -1] = True
+
+    def select(self, sequences: Tensor) -> None:
+        self.rows, self.known = self.rows[sequences], self.known[sequences]
+
+    def add(self, read: Tensor, lines: Tensor, depth: Tensor) -> None:
+        """Go on by the nodes `lines` `[B, A]` of what was read of a tree `[B, N, D]`: `depth + 1` of them, `[B]`."""
+        batch, size = torch.arange(len(read), device=read.device)[:, None], self.size
+        place = torch.arange(size, device=read.device) + depth[:, None] + 1  # where each stands in old rows and new
+        old, new = place.clamp_max(size - 1), lines.gather(1, (place - size).clamp_min(0))
+        fresh = place >= size
+        self.rows = torch.where(fresh[..., None], read[batch, new], self.rows[batch, old])
+        self.known = fresh | self.known[batch, old]
+
+    def seen(self, ids: list[list[int]]) -> Seen:
+        return Seen(ids, self.rows[:, -1], self.rows, self.known)
 
 
 @runtime_checkable
@@ -44,9 +76,8 @@ class Drafter(Protocol):
 
 def fill(tree: Tree, table: Tensor) -> Tensor:
     """Tokens of nodes from a table `[B, depth, width]` of choices at each depth, whatever comes before them."""
-    depth = torch.tensor(tree.depths[1:], device=table.device) - 1
-    choice = torch.tensor([path[-1] for path in tree.paths[1:]], device=table.device)
-    return table[:, depth, choice] if len(tree) > 1 else table.new_empty(len(table), 0, dtype=torch.long)
+    depth, choice = tree.places.to(table.device).unbind(-1)
+    return table[:, depth, choice]
 
 
 class RandomDrafter:

@@ -1,4 +1,4 @@
-"""What a drafted step costs and brings: measured once, predicted from then on, and never assumed."""
+"""What a drafted step costs and brings, and the tree that follows: from costs by rows, and odds by depth and choice."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from manyheads.decode.tree import Path, Tree
 from manyheads.decode.verify import Verifier
@@ -19,6 +20,8 @@ from manyheads.stack.pretrained import ManyheadsForCausalLM
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Rows a sequence of which passes are timed."""
 REPEATS = 3
+PRIOR = 16
+"""Steps that what a drafter says of its odds counts for, against what is measured."""
 WORTH = 1.05
 """What a tree must be predicted to gain at least: less than that is within what timing can tell."""
 
@@ -66,18 +69,59 @@ def _time(model: ManyheadsForCausalLM, batch: int, past: int, rows: Sequence[int
         tree = Tree.of([(choice,) for choice in range(count - 1)])
         best = math.inf
         for _ in range(REPEATS + 1):
-            began = _now(model)
+            began = now(model)
             verifier.read(tree, torch.zeros(batch, count, dtype=torch.long, device=model.device))
-            best = min(best, _now(model) - began)
+            best = min(best, now(model) - began)
             verifier.cache.rollback(count)
         seconds.append(max([best, *seconds]))  # more rows are not less work
     return Costs(tuple(rows), tuple(seconds), batch)
 
 
-def _now(model: ManyheadsForCausalLM) -> float:
+def now(model: PreTrainedModel) -> float:
+    """Seconds, once all that the model was asked for is done."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()
+
+
+@dataclass
+class Acceptance:
+    """How drafts fared, by depth (the head that proposed) and choice.
+
+    asked: `[depth, width]`, how often a node of this depth and choice stood after tokens that were all right.
+    right: how often it was then right too.
+    """
+
+    asked: Tensor
+    right: Tensor
+
+    @classmethod
+    def none(cls, shape: Sequence[int] = (0, 0)) -> Acceptance:
+        return cls(*(torch.zeros(*shape, dtype=torch.float64) for _ in range(2)))
+
+    @property
+    def rate(self) -> Tensor:
+        """`[depth, width]`, not a number where nothing was asked."""
+        return self.right / self.asked
+
+    @property
+    def by_depth(self) -> list[float]:
+        """Of the steps that came so far and drafted on, in how many one of the choices was right."""
+        return (self.right.sum(-1) / self.asked[:, 0]).tolist()
+
+    def add(self, tree: Tree, asked: Tensor, right: Tensor) -> None:
+        """Count the nodes but the root: how often each, `[N - 1]`, was asked and was right."""
+        places = tree.places.unbind(-1)
+        for counts, more in ((self.asked, asked), (self.right, right)):
+            counts.index_put_(places, more.to(counts), accumulate=True)
+
+    def fade(self, share: float) -> None:
+        """Let what was counted weigh less against what comes."""
+        self.asked *= share
+        self.right *= share
+
+    def odds(self, prior: Tensor) -> Tensor:
+        return (self.right + PRIOR * prior) / (self.asked + PRIOR)
 
 
 @dataclass(frozen=True)
@@ -90,6 +134,10 @@ class Plan:
     tree: Tree
     tokens: float
     gain: float
+
+    @classmethod
+    def none(cls) -> Plan:
+        return cls(Tree(), 1.0, 1.0)
 
     @property
     def plain(self) -> bool:
@@ -127,7 +175,7 @@ def plan(odds: Tensor, cost: Callable[[int], float], draft: float = 0.0, most: i
     """
     ordered = odds.double().clamp(0, 1)
     ordered = ordered.cummin(-1).values  # a choice is offered after those before it
-    best, paths, tokens = Plan(Tree(), 1.0, 1.0), [], 1.0
+    best, paths, tokens = Plan.none(), [], 1.0
     for path, chance in grow(ordered):
         if len(paths) + 2 > most:
             break
@@ -136,4 +184,4 @@ def plan(odds: Tensor, cost: Callable[[int], float], draft: float = 0.0, most: i
         gain = tokens * cost(1) / (cost(len(paths) + 1) + draft)
         if gain > best.gain:
             best = Plan(Tree.of(paths), tokens, gain)
-    return best if best.gain >= WORTH else Plan(Tree(), 1.0, 1.0)
+    return best if best.gain >= WORTH else Plan.none()

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
-from manyheads.decode.drafter import Drafter, Seen
-from manyheads.decode.speed import Costs, Plan, costs, plan
+from manyheads.decode.drafter import Drafter, Trail
+from manyheads.decode.encoded import Encoded
+from manyheads.decode.guard import SLACK, Clocks, Guard
+from manyheads.decode.speed import Acceptance, Plan, now
 from manyheads.decode.tree import Tree
 from manyheads.decode.verify import Choose, Typical, Verifier, exact
 from manyheads.stack.pretrained import ManyheadsForCausalLM
-
-AGAIN = 16
-"""Steps between looks at whether the tree still pays."""
-PRIOR = 16
-"""Steps that what a drafter says of its odds counts for, against what is measured."""
 
 
 class SlowDraft(UserWarning):
@@ -29,43 +25,20 @@ class SlowDraft(UserWarning):
 
 
 @dataclass
-class Acceptance:
-    """How drafts fared, by depth (the head that proposed) and choice.
-
-    asked: `[depth, width]`, how often a node of this depth and choice stood after tokens that were all right.
-    right: how often it was then right too.
-    """
-
-    asked: Tensor
-    right: Tensor
-
-    @property
-    def rate(self) -> Tensor:
-        """`[depth, width]`, not a number where nothing was asked."""
-        return self.right / self.asked
-
-    @property
-    def by_depth(self) -> list[float]:
-        """Of the steps that came so far and drafted on, in how many one of the choices was right."""
-        return (self.right.sum(-1) / self.asked[:, 0]).tolist()
-
-    def odds(self, prior: Tensor) -> Tensor:
-        return (self.right + PRIOR * prior) / (self.asked + PRIOR)
-
-
-@dataclass
 class Decoded:
     """What `generate` wrote.
 
     tokens: the new ones of each sequence, one that ends it included. steps: passes after the prompt, counted for each
-    sequence that was in them. plans: the trees that were used, with the step from which on. note: why drafting was
-    given up, if it was.
+    sequence that was in them. plans: the trees that were used, with the step from which on. gain: tokens a second
+    against plain decoding, by typical seconds of its steps, where trees were chosen by what they cost. note: why
+    nothing was drafted, or no longer.
     """
 
     tokens: list[list[int]]
     steps: int = 0
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(torch.zeros(0, 0), torch.zeros(0, 0)))
+    acceptance: Acceptance = field(default_factory=Acceptance.none)
     plans: list[tuple[int, Plan]] = field(default_factory=list)
+    gain: float | None = None
     note: str | None = None
 
     @property
@@ -76,8 +49,9 @@ class Decoded:
 
 
 def generate(
-    model: ManyheadsForCausalLM, ids: Tensor | Sequence[Sequence[int]], drafter: Drafter | None = None,
-    max_new_tokens: int = 64, *, attention_mask: Tensor | None = None, tree: Tree | Literal["auto"] = "auto",
+    model: PreTrainedModel, ids: Tensor | Sequence[Sequence[int]], drafter: Drafter | None = None,
+    max_new_tokens: int = 64, *, attention_mask: Tensor | None = None, encoder: Mapping[str, Tensor] | None = None,
+    rounding: bool = False, tree: Tree | Literal["auto"] = "auto",
     typical: Typical | None = None, sample: bool = False, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0,
     stop: Iterable[int] | None = None, most: int = 64, on_tokens: Callable[[int, list[int]], object] | None = None,
 ) -> Decoded:  # fmt: skip
@@ -92,10 +66,15 @@ def generate(
     >>> found.tokens[0], found.tokens_per_step
 
     Args:
+        model: a `ManyheadsForCausalLM`, such as `mh.adopt` returns; with `encoder` an adopted encoder-decoder model.
         ids: `[B, T]`, with attention_mask padded on the left; or lists of unequal length.
         drafter: None decodes a token at a time.
-        tree: `auto` measures what a pass costs, and takes the tree that is predicted to gain most; where none gains
-            anything, it decodes plainly and says so.
+        encoder: what an encoder-decoder model's encoder takes (`input_features`), an input for each prompt.
+        rounding: let a model in half precision draft. Its passes of several rows round otherwise than those of one,
+            and logits that are equal or nearly so are common; from such a place on its text may be another one.
+        tree: `auto` learns from the steps what their rows cost and which drafts are right, and takes the tree that is
+            predicted to gain most; where none gains anything, it decodes plainly and says so. It risks no more than a
+            twentieth of the time that plain decoding takes (see `manyheads.decode.guard`).
         typical: accept by this rule instead; the text is then no longer the model's own.
         sample: draw tokens, by temperature and top_p.
         stop: tokens that end a text; by default those of the model's generation config.
@@ -103,9 +82,16 @@ def generate(
         on_tokens: called with a sequence's number and its new tokens as they are written.
 
     Raises:
-        ValueError: the model's cache cannot take drafts back (the reason names the layer), or prompts do not fit.
+        ValueError: the model's cache cannot take drafts back (the reason names the layer), prompts do not fit, or a
+            model in half precision is to draft without `rounding`.
     """
     rows = _rows(ids, attention_mask, model)
+    if drafter is not None and model.dtype in (torch.bfloat16, torch.float16) and not (rounding or typical):
+        raise ValueError(
+            f"in {model.dtype} a pass of several rows rounds otherwise than one of a single row, which decides between "
+            "logits that are nearly equal, and those are common: the text would not be the model's own token for "
+            "token. rounding=True allows that; model.float() avoids it"
+        )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}; at least 1")
     if most < 1:
@@ -113,7 +99,9 @@ def generate(
     if typical is not None and sample:
         raise ValueError("typical acceptance is a rule of its own: sample=True does not go with it")
     choose = _draws(len(rows), max_new_tokens, temperature, top_p, seed) if sample else None
-    run = _Run(model, drafter, rows, max_new_tokens, choose, typical, _stop(model, stop), on_tokens, tree, most)
+    run = _Run(
+        model, encoder, drafter, rows, max_new_tokens, choose, typical, _stop(model, stop), on_tokens, tree, most
+    )
     was = model.training
     try:
         model.eval()
@@ -126,14 +114,15 @@ class _Run:
     """One call of `generate`: a batch that shrinks as its texts end."""
 
     def __init__(
-        self, model: ManyheadsForCausalLM, drafter: Drafter | None, rows: list[list[int]], budget: int,
+        self, model: PreTrainedModel, encoder: Mapping[str, Tensor] | None, drafter: Drafter | None,
+        rows: list[list[int]], budget: int,
         draw: Callable[[Tensor, Tensor, Sequence[int]], Tensor] | None, typical: Typical | None, stop: set[int],
         on_tokens: Callable[[int, list[int]], object] | None, tree: Tree | Literal["auto"], most: int,
     ) -> None:  # fmt: skip
         self.model, self.drafter, self.prompts, self.budget = model, drafter, rows, budget
         self.draw, self.typical, self.stop, self.on_tokens = draw, typical, stop, on_tokens
         self.wanted, self.most = tree, most
-        self.verifier = Verifier(model)
+        self.verifier = Verifier(cast(ManyheadsForCausalLM, model) if encoder is None else Encoded(model, encoder))
         self.going = [*range(len(rows))]
         self.found = Decoded([[] for _ in rows])
         if drafter is not None:
@@ -143,12 +132,18 @@ class _Run:
                     f"a tree of depth {tree.depth} and {tree.width} choices, where the drafter has {shape[0]} and "
                     f"{shape[1]}"
                 )
-            zeros = torch.zeros(shape, dtype=torch.float64)
-            self.found.acceptance = Acceptance(zeros, zeros.clone())
+            self.found.acceptance = Acceptance.none(shape)
             if isinstance(tree, Tree) and not tree.is_chain and self.verifier.order is not None:
                 raise ValueError(f"candidates cannot branch: {self.verifier.order}; a chain fits (Tree.chain)")
-        self.costs: Costs | None = None
-        self.drafting: list[float] = []  # seconds that drafts took
+        self.guard: Guard | None = None
+        if drafter is not None and not isinstance(tree, Tree):
+            self.clocks = Clocks(model, max(map(len, rows)) + budget // 2)
+            odds = drafter.odds
+            if self.verifier.order is not None:  # no tree that branches
+                odds = torch.cat([odds[:, :1], torch.zeros_like(odds[:, 1:])], 1)
+            self.guard = Guard(odds, most, self.clocks.of(len(rows)), self.found.acceptance)
+        self.trail = Trail(getattr(drafter, "reads", 1))
+        self.drafting: float | None = None  # seconds that the draft of this step took
         self.step = 0
 
     def go(self) -> Decoded:
@@ -158,28 +153,42 @@ class _Run:
         mask = torch.arange(longest, device=device)[None] >= torch.tensor(
             [[longest - len(row)] for row in self.prompts], device=device
         )
+        began = now(self.model)
         logits, hidden = self.verifier.start(ids, mask)
+        if self.guard is not None:
+            self.guard.begin(now(self.model) - began)
         if self.drafter is not None:
             self.verifier.check()
+        self.trail.start(hidden)
         chosen = self._choose(logits[:, None], torch.zeros(1, 1, dtype=torch.long, device=device))
         staying = self._write([[token] for token in chosen[:, 0].tolist()])
-        tree = self._plan()
         while staying:
+            began = now(self.model)
             if len(staying) < len(self.going):
                 index = torch.tensor(staying, device=device)
                 self.verifier.select(index)
-                hidden, self.going = hidden[index], [self.going[place] for place in staying]
-            if self.step and self.step % AGAIN == 0:
-                tree = self._plan(tree)
-            new, hidden = self._advance(tree, hidden)
+                self.trail.select(index)
+                self.going = [self.going[place] for place in staying]
+                if self.guard is not None:
+                    self.guard.clock = self.clocks.of(len(staying), self.guard.clock)
+            behind = self._behind()
+            new, tree = self._advance(self._plan(behind))
+            took = now(self.model) - began
             staying = self._write(new)
+            if self.guard is not None:
+                self.guard.note(tree, took, self._behind() - behind, self.drafting)
+        self._tell()
         return self.found
 
-    def _advance(self, tree: Tree, hidden: Tensor) -> tuple[list[list[int]], Tensor]:
-        """One step: the tokens that each sequence goes on by, and what the head read before the last of them."""
-        device = hidden.device
+    def _behind(self) -> int:
+        """Tokens of the shortest text in the batch."""
+        return min(len(self.found.tokens[index]) for index in self.going)
+
+    def _advance(self, tree: Tree) -> tuple[list[list[int]], Tree]:
+        """One step: the tokens that each sequence goes on by, and the tree that was read."""
+        device = self.model.device
         roots = torch.tensor([[self.found.tokens[index][-1]] for index in self.going], device=device)
-        tree, tokens = self._draft(tree, roots, hidden)
+        tree, tokens = self._draft(tree, roots)
         logits, read = self.verifier.read(tree, tokens)
         chosen = self._choose(logits, torch.tensor(tree.depths, device=device)[None])
         kept = exact(tree, tokens, chosen) if self.typical is None else self.typical(tree, tokens, logits)
@@ -191,14 +200,16 @@ class _Run:
         new = [[*row[1 : count + 1], end] for row, count, end in zip(path, depth.tolist(), last, strict=True)]
         self.step += 1
         self.found.steps += len(new)
-        return new, read[torch.arange(len(node), device=device), node]
+        self.trail.add(read, lines, depth)
+        return new, tree
 
-    def _draft(self, tree: Tree, roots: Tensor, hidden: Tensor) -> tuple[Tree, Tensor]:
+    def _draft(self, tree: Tree, roots: Tensor) -> tuple[Tree, Tensor]:
         """The tree as far as there is anything to say, and its tokens `[B, N]`."""
+        self.drafting = None
         if self.drafter is None or len(tree) == 1:
             return Tree(), roots
-        began = time.perf_counter()
-        seen = Seen([self.prompts[index] + self.found.tokens[index] for index in self.going], hidden)
+        began = now(self.model)
+        seen = self.trail.seen([self.prompts[index] + self.found.tokens[index] for index in self.going])
         tokens = torch.cat([roots, self.drafter.draft(seen, tree).to(roots.device)], 1)
         if (tokens >= self.model.config.get_text_config().vocab_size).any():
             raise ValueError(f"{type(self.drafter).__name__} drafts tokens that the model does not know")
@@ -206,45 +217,49 @@ class _Run:
         if not bool(told.all()):
             tree, index = tree.keep(told.cpu())
             tokens = tokens[:, index.to(tokens.device)]
-        self.drafting.append(time.perf_counter() - began)
+        self.drafting = now(self.model) - began
         return tree, tokens
 
     def _count(self, tree: Tree, tokens: Tensor, ends: Tensor) -> None:
         """Note which nodes stood after right ones, and which of them were right."""
-        found = self.found.acceptance
+        if len(tree) == 1:
+            return
         lines = tree.lineage.to(ends.device)[ends]
         right = torch.zeros(tokens.shape, dtype=torch.bool, device=ends.device).scatter_(1, lines, True)
         asked = right[:, torch.tensor(tree.parents, device=ends.device)] & (tokens >= 0)
-        for node, path in enumerate(tree.paths[1:], 1):
-            place = len(path) - 1, path[-1]
-            found.asked[place] += int(asked[:, node].sum())
-            found.right[place] += int((asked & right)[:, node].sum())
+        counts = asked.sum(0)[1:], (asked & right).sum(0)[1:]
+        (self.guard.count if self.guard is not None else self.found.acceptance.add)(tree, *counts)
 
-    def _plan(self, before: Tree | None = None) -> Tree:
-        """The tree of the steps to come."""
+    def _plan(self, behind: int) -> Tree:
+        """The tree of the next step."""
         if self.drafter is None:
             return Tree()
+        depth = self.budget - behind - 1
         if isinstance(self.wanted, Tree):
-            return self.wanted
-        if before is not None and len(before) == 1:
-            return before  # given up
-        if self.costs is None:
-            past = self.verifier.cache.length() + self.budget // 2
-            self.costs = costs(self.model, len(self.going), past)
-        odds = self.found.acceptance.odds(self.drafter.odds)
-        if self.verifier.order is not None:
-            odds = odds[:, :1]
-        draft = sorted(self.drafting)[len(self.drafting) // 2] if self.drafting else 0.0
-        best = plan(odds, self.costs, draft, self.most)
-        if best.plain:
-            self.found.note = (
-                f"drafts are not worth their time after {self.step} steps: no tree is predicted to gain over one token "
-                "a step, which is how it goes on"
-            )
-            warnings.warn(self.found.note, SlowDraft, stacklevel=4)
-        if before is None or best.tree != before:
+            return self.wanted if self.wanted.depth <= depth else self.wanted.cut(depth)
+        assert self.guard is not None
+        best = self.guard.next(depth)
+        if best.tree != (self.found.plans[-1][1].tree if self.found.plans else Tree()):
             self.found.plans.append((self.step, best))
         return best.tree
+
+    def _tell(self) -> None:
+        """What became of drafting."""
+        guard = self.guard
+        if guard is None:
+            return
+        self.found.gain = guard.gain
+        if guard.gave_up:
+            self.found.note = (
+                f"drafts are not worth their time, and {guard.drafted} of {self.step} steps had any: no tree is "
+                "predicted to gain over one token a step, which is how it went on"
+            )
+            warnings.warn(self.found.note, SlowDraft, stacklevel=4)
+        elif not guard.drafted:
+            self.found.note = (
+                f"nothing was drafted: in a text of {self.step + 1} tokens a try could cost more than "
+                f"{SLACK:.0%} of its time"
+            )
 
     def _choose(self, logits: Tensor, ahead: Tensor) -> Tensor:
         """The model's own tokens `[B, N]`; ahead `[1, N]`: how many tokens after the next one."""
@@ -296,7 +311,7 @@ def _draws(
     return draw
 
 
-def _rows(ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None, model: ManyheadsForCausalLM) -> list[list[int]]:
+def _rows(ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None, model: PreTrainedModel) -> list[list[int]]:
     """The prompts without padding."""
     if isinstance(ids, Tensor):
         ids = ids[None] if ids.ndim == 1 else ids
@@ -319,7 +334,7 @@ def _rows(ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None, model: Man
     return rows
 
 
-def _stop(model: ManyheadsForCausalLM, given: Iterable[int] | None) -> set[int]:
+def _stop(model: PreTrainedModel, given: Iterable[int] | None) -> set[int]:
     if given is not None:
         return {*given}
     config = model.generation_config

@@ -68,6 +68,15 @@ class Tree:
     def depths(self) -> tuple[int, ...]:
         return tuple(map(len, self.paths))
 
+    @cached_property
+    def places(self) -> Tensor:
+        """`[N - 1, 2]`: where each node but the root stands in a table of depths (from 0) and choices."""
+        return torch.tensor([[len(path) - 1, path[-1]] for path in self.paths[1:]], dtype=torch.long).view(-1, 2)
+
+    def cut(self, depth: int) -> Tree:
+        """The nodes down to a depth."""
+        return Tree(tuple(path for path in self.paths if len(path) <= depth))
+
     @property
     def is_chain(self) -> bool:
         return len(self) == self.depth + 1

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from manyheads.core.cache import Cache
 from manyheads.core.mask import Axis
 from manyheads.core.prefix import PrefixCache
+from manyheads.decode.encoded import Encoded
 from manyheads.decode.tree import Tree
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 
@@ -81,7 +83,7 @@ def _longest(tree: Tree, fits: Tensor, tokens: Tensor, score: Tensor | None = No
 
 
 @contextmanager
-def head_inputs(model: ManyheadsForCausalLM, skip: bool = False) -> Iterator[list[Tensor]]:
+def head_inputs(model: PreTrainedModel | Encoded, skip: bool = False) -> Iterator[list[Tensor]]:
     """What the language model head reads in each pass inside, `[B, T, D]`. skip: it computes one row of logits only."""
     seen: list[Tensor] = []
 
@@ -89,7 +91,7 @@ def head_inputs(model: ManyheadsForCausalLM, skip: bool = False) -> Iterator[lis
         seen.append(inputs[0])
         return (inputs[0][:, :1],) if skip else None
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(look)
+    handle = cast(Any, model.get_output_embeddings()).register_forward_pre_hook(look)
     try:
         yield seen
     finally:
@@ -103,8 +105,11 @@ class Verifier:
     nodes after it is computed in one pass.
     """
 
-    def __init__(self, model: ManyheadsForCausalLM) -> None:
-        if not isinstance(model, ManyheadsForCausalLM):
+    def __init__(self, model: ManyheadsForCausalLM | Encoded) -> None:
+        if not isinstance(model, ManyheadsForCausalLM | Encoded):
+            config = getattr(model, "config", None)
+            if getattr(config, "is_encoder_decoder", False):
+                raise TypeError(f"a {type(model).__name__} needs what its encoder takes: encoder={{…}}")
             raise TypeError(
                 f"a {type(model).__name__} keeps no manyheads.Cache; adopt it first: manyheads.adopt(model)"
             )
@@ -173,6 +178,8 @@ class Verifier:
     def select(self, sequences: Tensor) -> None:
         """Go on with these sequences."""
         self.cache.batch_select_indices(sequences)
+        if isinstance(self.model, Encoded):
+            self.model.select(sequences)
 
     def _run(self, ids: Tensor, **options: Any) -> Tensor:
         run = cast(Callable[..., Any], self.model)
