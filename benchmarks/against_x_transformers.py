@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from x_transformers.x_transformers import Attention as Theirs
+from x_transformers.x_transformers import Attention as Theirs  # pyright: ignore[reportMissingImports]
 
 import manyheads as mh
 from manyheads.bench.timing import interleaved
