@@ -62,7 +62,7 @@ def main() -> None:
         with Bars() as bars:
             found = atlas(
                 model, ids, name=name, text="Python's help topics", words=words, progress=bars,
-                ordinals=list(ordinals(tokenizer).values()),
+                ordinals=list(ordinals(tokenizer).values()), decode=lambda token, t=tokenizer: str(t.decode([token])),
             )  # fmt: skip
         page = write_atlas(found, options.out / name).report
         if page is not None:

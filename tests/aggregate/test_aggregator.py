@@ -14,7 +14,7 @@ def test_names_are_found_and_not_taken_twice():
     assert mh.aggregate.ABMIL(heads=2) == read_aggregator("abmil(2)")
     with pytest.raises(ValueError, match="there is no aggregator 'median'; there are abmil, "):
         build("median", 8)
-    with pytest.raises(ValueError, match="two aggregators are called 'abmil'"):
+    with pytest.raises(ValueError, match="two are called aggregator 'abmil'"):
 
         @register_aggregator("abmil")
         @dataclass(frozen=True)

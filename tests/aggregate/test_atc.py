@@ -1,8 +1,7 @@
 """Agglomerative clustering of tokens: what is kept, how many are left, and that sizes make attention exact."""
 
+import pytest
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import pdist
 
 from manyheads.aggregate import ATC, build
 from manyheads.aggregate.aggregator import attend
@@ -15,10 +14,12 @@ def test_sums_are_kept():
 
 
 def test_clusters_are_those_of_the_keys_by_cosine():
+    hierarchy = pytest.importorskip("scipy.cluster.hierarchy")
+    pdist = pytest.importorskip("scipy.spatial.distance").pdist
     x, keys = torch.randn(1, 15, 6, dtype=torch.float64), torch.randn(1, 15, 4, dtype=torch.float64)
     for kind in ("average", "single", "complete"):
         found = build(f"atc(keep=0.5, linkage={kind}, protect=[])", 6)(x, cond=keys)
-        labels = fcluster(linkage(pdist(keys[0].numpy(), "cosine"), kind), 7, "maxclust").tolist()
+        labels = hierarchy.fcluster(hierarchy.linkage(pdist(keys[0].numpy(), "cosine"), kind), 7, "maxclust").tolist()
         pairs = {(a, b) for a, b in zip(labels, found.assign[0].tolist(), strict=True)}
         assert len(pairs) == len(set(labels)) == 7
 

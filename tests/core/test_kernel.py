@@ -512,11 +512,11 @@ def test_a_given_mask_reaches_every_kernel():
 
 
 def test_training_with_few_queries_makes_no_product_for_each_sequence(monkeypatch):
-    """Keys that are views of [B, S, H, d]: a loop over sequences is for caches that are read, long ones alone."""
+    """Keys that are views of [B, S, H, d]: a loop over sequences is for caches that are read."""
     grouped, stacked, stack = sys.modules["manyheads.core.kernels.grouped"], [], torch.stack
     monkeypatch.setattr(torch, "stack", lambda parts, *a: stacked.append(len(parts)) or stack(parts, *a))
     draw = torch.Generator().manual_seed(0)
-    for size, learns, loops in ((2048, True, 0), (2048, False, 2), (8, False, 0)):
+    for size, learns, loops in ((2048, True, 0), (2048, False, 2)):
         q = torch.randn(3, 4, 1, 16, generator=draw, requires_grad=learns)
         k, v = torch.randn(2, 3, size, 4, 16, generator=draw, requires_grad=learns).transpose(2, 3)
         stacked.clear()

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
 
 from manyheads.core.linkage import agglomerate
 
@@ -19,12 +17,14 @@ def sets(labels):
 
 @pytest.mark.parametrize("kind", ["average", "single", "complete"])
 def test_clusters_are_those_of_scipy(kind):
+    hierarchy = pytest.importorskip("scipy.cluster.hierarchy")
+    squareform = pytest.importorskip("scipy.spatial.distance").squareform
     apart = distances(3, 12)
     for count in (1, 4, 11):
         found = agglomerate(apart, count, kind)
         for row, labels in zip(apart, found.tolist(), strict=True):
-            tree = linkage(squareform(row.numpy(), checks=False), kind)
-            assert sets(labels) == sets(fcluster(tree, count, "maxclust").tolist())
+            tree = hierarchy.linkage(squareform(row.numpy(), checks=False), kind)
+            assert sets(labels) == sets(hierarchy.fcluster(tree, count, "maxclust").tolist())
             assert all(min(i for i, x in enumerate(labels) if x == label) == label for label in labels)
 
 

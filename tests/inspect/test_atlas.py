@@ -15,7 +15,7 @@ from tests.inspect import models
 
 import manyheads as mh
 from manyheads.inspect import measures
-from manyheads.inspect.atlas import SHOWN, atlas, write_atlas
+from manyheads.inspect.atlas import NEAREST, SHOWN, WRITTEN, atlas, write_atlas
 from manyheads.inspect.measures import measure
 
 
@@ -96,6 +96,10 @@ def test_the_page_is_alive_in_a_browser(written, chromium):
             drawn = re.findall(r"<path d=[^>]*><title>(\d+) .*? → (\d+) .*?: ([\d.]+)</title>", done.stdout)
             assert len(drawn) == int(arcs[1]) > 0
             assert all(int(q) > int(k) > 0 and float(weight) >= 0.1 for q, k, weight in drawn)
+            facts = re.search(r'<div id="map-facts"[^>]*>(.*?)</dl></div>', done.stdout, re.DOTALL)[1]
+            told = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", facts))
+            assert len(re.findall(r'href="#map-1-\d"', told["Adds most nearly what these add (CKA)"])) == 3
+            assert told["Writes"].count('"') == 2 * WRITTEN and len(told) == len(SHOWN) + 3
 
 
 DRIVEN = """<script>
@@ -180,3 +184,24 @@ def test_a_click_shows_what_capture_shows(tmp_path):
         off = (low + codes[layer] * (high - low) / 255 - want).abs()
         assert (off <= (high - low) / 510 + 2e-6).all()
     assert "six digits" in page and "256 steps" in page
+
+
+def test_what_is_said_of_a_head_is_true():
+    """The heads beside it are those of the highest CKA, and it writes what its mean output says alone."""
+    model, ids = mh.adopt(models.decoder()), models.ids(2, 40)
+    maps = atlas(model, ids).maps
+    alike = mh.inspect.measures.cka(model, ids)
+    for layer in (0, 1):
+        for head, near in enumerate(maps.near[layer]):
+            others = alike[layer][head].clone()
+            others[head] = -1
+            assert [one for one, _ in near] == others.argsort(descending=True)[:NEAREST].tolist()
+    with torch.no_grad(), mh.capture(model, layers=1, what="out") as tape:
+        model(ids[:1])
+    attention = model.attentions[1]
+    with torch.no_grad():
+        alone = torch.zeros(attention.heads, tape[1].out.shape[-1])
+        alone[2] = tape[1].out[0, 2].mean(0)
+        added = attention.project.o_proj.weight @ alone.flatten()
+        logits = model.model.lm_head(model.model.model.norm(added))
+    assert maps.writes[1][2] == [str(token) for token in logits.topk(WRITTEN).indices.tolist()]

@@ -51,10 +51,14 @@ def inspect(
     tokenizer = loaded.reader(name)
     ids = cut(tokenizer, own or default_text(), count=count, length=length)
     said = ", ".join(file.name for file in text) if text else "Python's help topics"
+
+    def decode(token: int) -> str:
+        return str(tokenizer.decode([token]))
+
     with Bars() as bars:
         lists = list(ordinals(tokenizer).values())
-        words = [str(tokenizer.decode([token])) for token in ids[0].tolist()]
-        look = partial(atlas, ids=ids, text=said, progress=bars, ordinals=lists, words=words)
+        words = [decode(token) for token in ids[0].tolist()]
+        look = partial(atlas, ids=ids, text=said, progress=bars, ordinals=lists, words=words, decode=decode)
         found = look(loaded.model.eval(), name=Path(name).name)
         if beside is not None:
             other = load_source(beside)

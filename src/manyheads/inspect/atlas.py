@@ -18,7 +18,7 @@ from manyheads.bench.timing import machine
 from manyheads.inspect import measures
 from manyheads.inspect.capture import CaptureError, capture
 from manyheads.inspect.flow_routes import flow_share
-from manyheads.inspect.layers import layers_of
+from manyheads.inspect.layers import Layer, layers_of
 from manyheads.inspect.measures.table import HeadTable, measure
 from manyheads.inspect.roles import ROLES, roles, vocabulary
 
@@ -65,10 +65,13 @@ SHOWN: tuple[Shown, ...] = (
     Shown("outliers", "Out of noise", "directions", "Of W_Q and W_K, beyond the Marchenko-Pastur edge.", _LENGTH, 0),
 )
 Progress = Callable[[str, int, int], None]
+Decode = Callable[[int], str]
 
 
 TOKENS = 64
 """Of the first text, whose maps a page shows."""
+NEAREST, WRITTEN = 3, 6
+"""Other heads of the layer that a page names beside a head, and tokens that it says the head writes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,27 +79,44 @@ class Maps:
     """Every head's map of the first tokens of a text, in 256 steps from its lowest to its highest weight.
 
     codes: uint8 `[H, T, T]` by layer; a weight is low + code · (high - low) / 255, half a step off at most. ends: (low,
-    high) of each head by layer. words: the tokens.
+    high) of each head by layer. words: the tokens. near: of each head by layer, the heads whose outputs are most alike,
+    with their CKA. writes: the tokens whose logits it raises most, in the mean over these tokens; none where the model
+    has no logits.
     """
 
     words: tuple[str, ...]
     codes: dict[int, Tensor]
     ends: dict[int, list[tuple[float, float]]]
+    near: dict[int, list[list[tuple[int, float]]]]
+    writes: dict[int, list[list[str]]]
 
     @classmethod
-    def of(cls, model: nn.Module, ids: Tensor, layers: Sequence[int], words: Sequence[str]) -> Maps:
-        """Of one text `[1, T]`."""
-        codes, ends = {}, {}
+    def of(
+        cls,
+        model: nn.Module,
+        ids: Tensor,
+        layers: Sequence[int],
+        words: Sequence[str],
+        alike: HeadTable,
+        decode: Decode,
+    ) -> Maps:
+        """Of one text `[1, T]`. alike: `[H, H]` by layer."""
+        codes, ends, writes = {}, {}, {}
+        by_number = {layer.number: layer for layer in layers_of(model)}
         for number in layers:
-            with torch.no_grad(), capture(model, layers=number) as tape:
+            with torch.no_grad(), capture(model, layers=number, what=("weights", "out")) as tape:
                 model(ids)
+            out = tape[number].out
+            assert out is not None
+            writes[number] = _written(model, by_number[number], out[0], decode)
             weights = tape[number].weights
             assert weights is not None
             low, high = weights[0].amin((1, 2)), weights[0].amax((1, 2))
             step = ((high - low) / 255).clamp_min(1e-12)[:, None, None]
             codes[number] = ((weights[0] - low[:, None, None]) / step).round().to(torch.uint8).cpu()
             ends[number] = list(zip(low.tolist(), high.tolist(), strict=True))
-        return cls(tuple(words), codes, ends)
+        near = {number: _nearest(alike[number]) for number in layers if number in alike}
+        return cls(tuple(words), codes, ends, near, writes)
 
     def weights(self, layer: int) -> Tensor:
         """What the codes of a layer say, `[H, T, T]`."""
@@ -147,12 +167,12 @@ class Atlas:
 
 def atlas(
     model: nn.Module, ids: Tensor, *, name: str = "model", text: str = "text", progress: Progress | None = None,
-    ordinals: Sequence[Sequence[int]] | None = None, words: Sequence[str] | None = None,
+    ordinals: Sequence[Sequence[int]] | None = None, words: Sequence[str] | None = None, decode: Decode = str,
 ) -> Atlas:  # fmt: skip
     """Measure every head of a model on token ids `[windows, tokens]`, and on tokens drawn at random, twice in a row.
 
     ordinals: token ids in their order (see `measures.ordinals`), for successor heads. words: the first window's tokens
-    as text, to show beside their maps.
+    as text, to show beside their maps. decode: a token id as text, for what heads write.
 
     What a model does not have (logits to be right about, weights) is left out, with a note.
     """
@@ -163,7 +183,8 @@ def atlas(
     readable, notes = _readable(model, ids[:1, :16])
     tell("measure", 0, 1)
     tables = measure(model, batches, {"output": measures.output_size})
-    tables["twin"] = _of_others(measures.cka(model, batches), torch.max)
+    alike = measures.cka(model, batches)
+    tables["twin"] = _of_others(alike, torch.max)
     labels: dict[tuple[int, int], tuple[str, ...]] = {}
     if readable:
         tables |= measure(model, batches, OF_TEXT, readable)
@@ -202,16 +223,39 @@ def atlas(
     return Atlas(
         name, text, f"{len(ids)} × {ids.shape[1]}", shown, labels,
         {x.number: x.heads for x in layers}, {x.number: x.name for x in layers}, bottlenecks, tuple(notes),
-        time.perf_counter() - began, datetime.date.today().isoformat(), machine(), _maps(model, ids, readable, words),
+        time.perf_counter() - began, datetime.date.today().isoformat(), machine(),
+        _maps(model, ids, readable, words, alike, decode),
     )  # fmt: skip
 
 
-def _maps(model: nn.Module, ids: Tensor, layers: list[int], words: Sequence[str] | None) -> Maps | None:
+def _maps(
+    model: nn.Module, ids: Tensor, layers: list[int], words: Sequence[str] | None, alike: HeadTable, decode: Decode
+) -> Maps | None:
     if not layers:
         return None
     first = ids[:1, :TOKENS]
     said = [str(token) for token in first[0].tolist()] if words is None else list(words)[: first.shape[1]]
-    return Maps.of(model, first, layers, said)
+    return Maps.of(model, first, layers, said, alike, decode)
+
+
+def _nearest(alike: Tensor) -> list[list[tuple[int, float]]]:
+    """Of each head of a layer the most similar others, the nearest first."""
+    others = alike.clone().nan_to_num(-1.0).fill_diagonal_(-1.0)
+    best = others.topk(min(NEAREST, len(others)), -1)
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [[(head, value) for head, value in zip(*row, strict=True) if value >= 0] for row in rows]
+
+
+@torch.no_grad()
+def _written(model: nn.Module, layer: Layer, out: Tensor, decode: Decode) -> list[list[str]]:
+    """Of each head the tokens that the mean of what it adds, out `[H, T, d]` times its W_O, raises most."""
+    try:
+        logits = measures.unembedding(model)(torch.einsum("hd,hde->he", out.mean(1), layer.output_weight().to(out)))
+    except ValueError:
+        return [[] for _ in out]
+    return [
+        [decode(token) for token in row] for row in logits.topk(min(WRITTEN, logits.shape[-1]), -1).indices.tolist()
+    ]
 
 
 OF_TEXT = {

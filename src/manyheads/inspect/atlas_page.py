@@ -95,7 +95,8 @@ def _map_place(found: Atlas) -> Html:
     below = (
         f"As arcs, from each token to others with {ARCS} of its weight or more, but the first; dashed to later ones."
     )
-    return el("section", el("h2", "The map of a head", id_="map-title"), el("p", says, id_="map-says"), chart,
+    return el("section", el("h2", "The map of a head", id_="map-title"), el("p", says, id_="map-says"),
+              el("div", id_="map-facts", hidden=""), chart,
               el("p", below, hidden=""), arcs, aria_labelledby="map-title")  # fmt: skip
 
 
@@ -105,7 +106,9 @@ def _packed_maps(found: Atlas) -> dict[str, bytes]:
         return {}
     maps = found.maps
     head = {"words": maps.words, "layers": [
-        {"layer": n, "ends": [[round(x, 6) for x in pair] for pair in ends]} for n, ends in maps.ends.items()
+        {"layer": n, "ends": [[round(x, 6) for x in pair] for pair in ends], "near": maps.near.get(n, []),
+         "writes": maps.writes.get(n, [])}
+        for n, ends in maps.ends.items()
     ]}  # fmt: skip
     line = json.dumps(head, ensure_ascii=True).encode() + b"\n"
     return {"maps": line + b"".join(codes.numpy().tobytes() for codes in maps.codes.values())}

@@ -15,8 +15,6 @@ NARROW = 10
 """Query rows of a key head up to which the keys are the better left factor (measured on CPU)."""
 THIN = 4
 """Rows of weights that cost no more than fewer do against wide values (measured on CPU)."""
-COPIED_BYTES = 2**18
-"""Rows of a sequence up to which a copy costs less than a product of its own (measured on CPU)."""
 SPREAD_BYTES = 4 * 2**20
 """Keys multiplied by a table at a time, few enough to stay in the processor's caches."""
 
@@ -87,6 +85,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """
     counted = all(len(x) == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (a, b))
     learns = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if counted or learns or max(x[0].numel() * x.element_size() for x in (a, b)) < COPIED_BYTES:
+    if counted or learns:
         return a @ b
     return torch.stack([x @ y for x, y in zip(a, b, strict=True)])
