@@ -22,7 +22,7 @@ def test_names_are_found_and_not_taken_twice():
             pass
 
     assert KINDS["abmil"] is mh.aggregate.ABMIL
-    with pytest.raises(ValueError, match="an aggregator is a line"):
+    with pytest.raises(ValueError, match="aggregator is a line"):
         build(3, 8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="width is at least 1"):
         build("abmil", 0)
