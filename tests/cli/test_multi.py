@@ -115,6 +115,13 @@ def test_predictions_are_in_the_labels_own_terms_and_gaps_are_no_hindrance(train
     assert again.code == 0 and len(again.out.splitlines()) == 201 and "note: wage: rmse" in again.err
 
 
+def test_a_label_that_is_not_known_leaves_no_file(trained):
+    folder, _ = trained
+    new = write(folder / "wrong.csv", {"a": ["1"], "city": ["Ulm"], "noise": ["0"], "kind": ["bird"]})
+    assert "'bird' is none of" in refused("multi", "predict", folder / "out", new, "--out", folder / "none.csv")
+    assert not (folder / "none.csv").exists()
+
+
 def test_a_row_is_what_it_is_in_any_table(trained):
     folder, _ = trained
     model, cells = TableModel.load(folder / "out"), read_table(folder / "table.csv")

@@ -509,17 +509,3 @@ def test_a_given_mask_reaches_every_kernel():
     call = replace(call, mask=Mask(Axis(5, 0), Axis(5, 0), (Given(torch.rand(2, 3, 5, 5) < 0.4),)))
     for name in KERNELS:
         torch.testing.assert_close(attend(call, kernel=name).o, brute(call)[0], atol=1e-9, rtol=1e-9)
-
-
-def test_training_with_few_queries_makes_no_product_for_each_sequence(monkeypatch):
-    """Keys that are views of [B, S, H, d]: a loop over sequences is for caches that are read."""
-    grouped, stacked, stack = sys.modules["manyheads.core.kernels.grouped"], [], torch.stack
-    monkeypatch.setattr(torch, "stack", lambda parts, *a: stacked.append(len(parts)) or stack(parts, *a))
-    draw = torch.Generator().manual_seed(0)
-    for size, learns, loops in ((2048, True, 0), (2048, False, 2)):
-        q = torch.randn(3, 4, 1, 16, generator=draw, requires_grad=learns)
-        k, v = torch.randn(2, 3, size, 4, 16, generator=draw, requires_grad=learns).transpose(2, 3)
-        stacked.clear()
-        with torch.set_grad_enabled(learns):
-            products = (grouped._product(k, q.transpose(-1, -2)), grouped._product(k.transpose(-1, -2), v))
-        assert len(stacked) == loops and len(products) == 2

@@ -212,3 +212,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="drafts cannot be taken back"):
         generate(model("mtla"), [[1, 2]], RandomDrafter(VOCAB))
     assert len(generate(model("mtla"), [[1, 2]], None, 3).tokens[0]) == 3
+
+
+@pytest.mark.parametrize(("row", "token"), [([5, -1], -1), ([5, 10**6], 10**6)])
+def test_a_token_outside_the_vocabulary_is_named(row, token):
+    with pytest.raises(ValueError, match=f"token {token} of prompt 1 is outside"):
+        generate(model("gqa"), [row], None, 3)

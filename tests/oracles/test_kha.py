@@ -17,9 +17,7 @@ def test_starts_as_the_base_layer_bit_for_bit(base, kind):
         plain, x = make(base + norm), batch()
         moved = {name.replace("transforms.0", "transforms.1"): value for name, value in plain.state_dict().items()}
         layer.load_state_dict(layer.state_dict() | moved)
-        close(layer(x), plain(x))
-        with torch.no_grad():  # with a graph, products of rows that lie otherwise in memory may round otherwise
-            assert torch.equal(layer(x), plain(x))
+        assert torch.equal(layer(x), plain(x))
 
 
 def test_starts_as_the_base_layer_without_keys():

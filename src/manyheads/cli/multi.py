@@ -139,6 +139,8 @@ def predict(
     model = TableModel.load(folder)
     cells = model.read(path, images)
     said = model.predict(cells)
+    labels = model.labels(cells)
+    figures = measure(model.model, features_of(model.columns, cells), labels).metrics if labels else {}
     to = nullcontext(sys.stdout) if out is None else open(out, "w", newline="", encoding="utf-8")  # noqa: SIM115
     with to as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -146,8 +148,6 @@ def predict(
         writer.writerows(
             [f"{v:.6g}" if isinstance(v, float) else v for v in row] for row in zip(*said.values(), strict=True)
         )
-    labels = model.labels(cells)
-    figures = measure(model.model, features_of(model.columns, cells), labels).metrics if labels else {}
     for name, each in figures.items():
         note(f"{name}: " + ", ".join(f"{metric} {number(value, 3)}" for metric, value in each.items()))
     finish({"rows": len(next(iter(said.values()))), "metrics": figures}, as_json)

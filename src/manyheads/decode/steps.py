@@ -329,8 +329,8 @@ def _rows(ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None, model: Pre
     for number, row in enumerate(rows, 1):
         if not row:
             raise ValueError(f"prompt {number} is empty")
-        if not 0 <= min(row) <= (largest := max(row)) < vocab:
-            raise ValueError(f"token {largest} of prompt {number} is outside the model's vocabulary of {vocab}")
+        if (wrong := next((token for token in row if not 0 <= token < vocab), None)) is not None:
+            raise ValueError(f"token {wrong} of prompt {number} is outside the model's vocabulary of {vocab}")
     return rows
 
 

@@ -78,13 +78,7 @@ def _once(x: Tensor, rows: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b; `matmul` copies rows whose sequences and heads it cannot count through in one stride.
-
-    Where that is a cache to be read, a product for each sequence costs less than the copy; not so in training, whose
-    backward pass has more to do for each of them.
-    """
-    counted = all(len(x) == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (a, b))
-    learns = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if counted or learns:
+    """a @ b; `matmul` would copy rows whose sequences and heads it cannot count through in one stride."""
+    if all(len(x) == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (a, b)):
         return a @ b
     return torch.stack([x @ y for x, y in zip(a, b, strict=True)])
