@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from manyheads.core.check import OptionError, check_whole
-from manyheads.core.kinds import Kinds
+from manyheads.core.check import check_whole
+from manyheads.core.kinds import Kinds, Named
 from manyheads.core.spec import printed
 
 
@@ -31,12 +31,11 @@ class Pooled(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Named):
     """What one aggregator is. A kind of aggregator is one file in this room: a frozen dataclass of options under
     `register_aggregator(name)`, whose `build(width)` gives the `Aggregator`. It prints as the line that reads back.
     """
 
-    name: ClassVar[str]
     ordered: ClassVar[bool] = False
     """Whether the order of tokens counts."""
     repeats: ClassVar[bool] = True
@@ -60,11 +59,6 @@ class Options:
     def examples(cls) -> tuple[Options, ...]:
         """Option sets that go other ways through the code, for width 8; the laws are held to them and the defaults."""
         return ()
-
-    def ask(self, right: bool, otherwise: str) -> None:
-        """Raise `OptionError` unless `right`."""
-        if not right:
-            raise OptionError(f"{self.name}: {otherwise}")
 
     def __str__(self) -> str:
         return printed(self)

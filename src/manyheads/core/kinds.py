@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from manyheads.core.part import OptionError
 from manyheads.core.spec import read_one
 
 T = TypeVar("T")
 K = TypeVar("K", bound=type)
+
+
+class Named:
+    """Options of a kind that has a name."""
+
+    name: ClassVar[str]
+
+    def ask(self, right: bool, otherwise: str) -> None:
+        """Raise `OptionError` unless `right`."""
+        if not right:
+            raise OptionError(f"{self.name}: {otherwise}")
 
 
 class Kinds(Generic[T], dict[str, type[T]]):

@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from manyheads.core.kinds import Kinds
-from manyheads.core.part import OptionError
+from manyheads.core.kinds import Kinds, Named
 from manyheads.multi.pool import pooled
 
 Share = Callable[[Tensor, list[str]], dict[str, Tensor]]
@@ -17,24 +16,18 @@ Share = Callable[[Tensor, list[str]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Between:
+class Between(Named):
     """Options of what is between; a kind is one file in `multi/betweens`, and `build` makes its `Views`.
 
     taps: submodules of the trunk that are read (default: the one that heads read).
     """
 
-    name: ClassVar[str]
     unnamed: ClassVar[int] = 0
 
     taps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))
-
-    def ask(self, right: bool, otherwise: str) -> None:
-        """Raise `OptionError` unless `right`."""
-        if not right:
-            raise OptionError(f"{self.name}: {otherwise}")
 
     def build(self, widths: Sequence[int], names: Sequence[str]) -> Views:
         """The module, for features of these widths, one a tap, and heads of these names."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.aggregate import read_aggregator
-from manyheads.core.kinds import Kinds
+from manyheads.core.kinds import Kinds, Named
 from manyheads.core.part import OptionError
 
 MISSING = -100
@@ -21,7 +21,7 @@ POOLS = ("mean", "max", "first", "last")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class Head(Named):
     """What one output is. A kind of head is one file in `multi/heads`: a frozen dataclass that says
 
     - `build(width)`: the module, from features `[…, width]` to outputs;
@@ -41,7 +41,6 @@ class Head:
         hidden: width of a hidden layer (0: the head is linear). dropout: before the last layer.
     """
 
-    name: ClassVar[str]
     reads: ClassVar[Literal["rows", "tokens", "lists"]] = "rows"
     dtype: ClassVar[Literal["index", "number"]] = "index"
     unnamed: ClassVar[int] = 0
@@ -63,11 +62,6 @@ class Head:
         self.ask(self.pool is None or self.reads == "rows", f"pool={self.pool!r}, but it reads {self.reads}")
         self.ask(self.hidden >= 0, f"hidden={self.hidden} is negative")
         self.ask(0 <= self.dropout < 1, f"dropout={self.dropout} is not in [0, 1)")
-
-    def ask(self, right: bool, otherwise: str) -> None:
-        """Raise `OptionError` unless `right`."""
-        if not right:
-            raise OptionError(f"{self.name}: {otherwise}")
 
     def _check_pool(self, line: str) -> None:
         try:
