@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -11,9 +12,10 @@ Linkage = Literal["average", "single", "complete"]
 
 
 def agglomerate(
-    distance: Tensor, clusters: int | Tensor, linkage: Linkage = "average", valid: Tensor | None = None
-) -> Tensor:
-    """Join the two clusters nearest to each other until `clusters` are left.
+    distance: Tensor, clusters: int | Tensor, linkage: Linkage = "average", valid: Tensor | None = None,
+    within: float = math.inf,
+) -> Tensor:  # fmt: skip
+    """Join the two clusters nearest to each other until `clusters` are left, or none are within this distance.
 
     How far clusters are apart: the mean over their pairs (`average`), the least (`single`) or the greatest
     (`complete`). Ties go to the lowest indices.
@@ -37,7 +39,8 @@ def agglomerate(
     steps = (there.sum(-1) - clusters).clamp_min(0)  # of each problem
     most = n - clusters if valid is None and isinstance(clusters, int) else int(steps.amax())
     for step in range(most):
-        best = apart.masked_fill(~upper, torch.inf).flatten(-2).argmin(-1)[..., None]
+        pairs = apart.masked_fill(~upper, torch.inf).flatten(-2)
+        best = pairs.argmin(-1, keepdim=True)
         first, second = best // n, best % n
         row, other = (apart.gather(-2, i[..., None].expand(*i.shape, n))[..., 0, :] for i in (first, second))
         if linkage == "average":
@@ -45,7 +48,7 @@ def agglomerate(
             joined = (a * row + b * other) / (a + b)
         else:
             joined = torch.minimum(row, other) if linkage == "single" else torch.maximum(row, other)
-        going = (steps > step)[..., None]
+        going = (steps > step)[..., None] & (pairs.gather(-1, best) <= within)
         is_first, is_second = (index == first) & going, (index == second) & going
         apart = torch.where(is_first[..., :, None], joined[..., None, :], apart)
         apart = torch.where(is_first[..., None, :], joined[..., :, None], apart)

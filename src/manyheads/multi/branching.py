@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.core.check import OptionError
+from manyheads.core.linkage import agglomerate
 from manyheads.multi.head import Head, read_head
 from manyheads.multi.model import MultiHead
 
@@ -137,15 +138,8 @@ def where_to_branch(alike: Tensor, names: Sequence[str], at: Sequence[str], *, l
 
 def _parts(alike: Tensor, group: list[int], least: float) -> list[list[int]]:
     """Complete linkage."""
-    parts = [[each] for each in group]
-    while len(parts) > 1:
-        pairs = [(i, j) for i in range(len(parts)) for j in range(i + 1, len(parts))]
-        near = {(i, j): float(alike[parts[i]][:, parts[j]].min()) for i, j in pairs}
-        i, j = max(near, key=lambda pair: near[pair])
-        if near[i, j] < least:
-            break
-        parts[i] += parts.pop(j)
-    return sorted(sorted(part) for part in parts)
+    first = agglomerate(-alike[group][:, group], 1, "complete", within=-least).tolist()
+    return [[each for each, at in zip(group, first, strict=True) if at == part] for part in sorted({*first})]
 
 
 def mean_gradients(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads.core.check import OptionError, check_whole
+from manyheads.core.linkage import agglomerate
 from manyheads.multi.balance import Sum
 from manyheads.multi.model import MultiHead
 
@@ -114,10 +115,12 @@ def grouping(affinity: Tensor, groups: int | None = None) -> Tensor:
         check_whole(groups=groups)
         if groups > tasks:
             raise OptionError(f"groups={groups} of {tasks} tasks; 1 to {tasks}")
-    merged = _linked(distance)
+    counts = [tasks if groups is None else groups]
     if groups is None and tasks > 2:
-        groups = max(range(2, min(tasks, 20) + 1), key=lambda k: silhouette(distance, merged[tasks - k]))
-    return merged[tasks - (tasks if groups is None else groups)]
+        counts = [*range(2, min(tasks, 20) + 1)]
+    found = agglomerate(distance.expand(len(counts), -1, -1), torch.tensor(counts, device=distance.device))
+    best = max(found, key=lambda labels: silhouette(distance, labels)) if len(counts) > 1 else found[0]
+    return best.unique(return_inverse=True)[1]
 
 
 def silhouette(distance: Tensor, labels: Tensor) -> float:
@@ -138,22 +141,6 @@ def silhouette(distance: Tensor, labels: Tensor) -> float:
         ).min()
         scores.append(float((b - a) / torch.maximum(a, b).clamp_min(1e-12)))
     return sum(scores) / len(scores)
-
-
-def _linked(distance: Tensor) -> list[Tensor]:
-    """Labels after 0, 1, … merges of the two groups whose mean distance is least."""
-    parts = [[task] for task in range(len(distance))]
-    found = []
-    while True:
-        labels = torch.empty(len(distance), dtype=torch.long)
-        for number, part in enumerate(sorted(parts)):
-            labels[part] = number
-        found.append(labels)
-        if len(parts) == 1:
-            return found
-        pairs = [(i, j) for i in range(len(parts)) for j in range(i)]
-        i, j = min(pairs, key=lambda pair: float(distance[parts[pair[0]]][:, parts[pair[1]]].mean()))
-        parts[j] = sorted(parts[j] + parts.pop(i))
 
 
 def _square(matrix: Tensor) -> None:
