@@ -35,6 +35,7 @@ from manyheads.convert.export.atomic import new_folder
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import Method, read_method
 from manyheads.convert.plan import BudgetError, Goal, make_goal, shape_of
+from manyheads.convert.planner import plan_file
 from manyheads.convert.ranks import Ranks, wait_for
 from manyheads.convert.shrink import damage_file, refuse, shrink
 from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, open_source, read_config, weight_files
@@ -181,7 +182,7 @@ def shrink_model(
     shutil.rmtree(out / "survey", ignore_errors=True)
     for folder in (TRAINING, HEALED):
         shutil.rmtree(out / folder, ignore_errors=True)
-    beside = [file for goal in goals for file in (out / f"{goal.name}.plan.json", damage_file(out, goal))]
+    beside = [file for goal in goals for file in (plan_file(out, goal), damage_file(out, goal))]
     for scrap in (out / "job.json", *beside, *(out / goal.name / "damage.json" for goal in goals)):
         scrap.unlink(missing_ok=True)
     return result

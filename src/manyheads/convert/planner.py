@@ -156,7 +156,7 @@ def make_plan(
     Args:
         work: of the `shrink` job, with its survey. damage: of stopping each rotary component, over all layers.
     """
-    file = work / f"{goal.name}.plan.json"
+    file = plan_file(work, goal)
     if file.exists():
         return Plan.load(file)
     auto, survey = goal.method, work / "survey"
@@ -182,6 +182,11 @@ def make_plan(
     plan = Plan("" if won == "mixed" else won, options, tuple(tried), tuple(reasons))
     plan.save(file)
     return plan
+
+
+def plan_file(work: Path, goal: Goal) -> Path:
+    """Where a job keeps the plan of a goal."""
+    return work / f"{goal.name}.plan.json"
 
 
 def single_goals(config: ManyheadsConfig, goal: Goal, lines: Sequence[str] = SINGLES) -> list[Goal]:

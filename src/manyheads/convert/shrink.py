@@ -27,7 +27,7 @@ from manyheads.convert.mohawk import Mohawk
 from manyheads.convert.moves.mla import choose
 from manyheads.convert.moves.of_goal import best, every_move, moves_of, shares
 from manyheads.convert.plan import Goal
-from manyheads.convert.planner import become, make_plan
+from manyheads.convert.planner import Plan, become, make_plan, plan_file
 from manyheads.convert.prices import check_plan
 from manyheads.convert.ranks import ALONE, Ranks, wait_for
 from manyheads.convert.resume import check_resume, write_text
@@ -165,7 +165,7 @@ def convert(
     done = _Done.read(folder)
     if done.finished:
         return done.damage
-    fit = Fitting(layers, text, goal, work, damage, heal, progress)
+    fit = Fitting(layers, goal, work, damage, heal)
     if fit.readers and done.layers:  # whose owners' rows are kept in memory alone
         done = done.again()
     source, ours = done.streams or ((hidden := layers.embed(text.tokens)), hidden.clone())
@@ -205,12 +205,9 @@ def convert(
 class Fitting:
     """What a goal makes of each layer: a method's best move, or what a plan says. readers: who reads whose rows."""
 
-    def __init__(
-        self, layers: Layers, text: Calibration, goal: Goal, work: Path, damage: Tensor, heal: LayerwiseHeal,
-        progress: Progress,
-    ) -> None:  # fmt: skip
+    def __init__(self, layers: Layers, goal: Goal, work: Path, damage: Tensor, heal: LayerwiseHeal) -> None:
         self.damage, self.heal, self.goal = damage, heal, goal
-        self.plan = make_plan(layers, text, goal, work, damage, progress) if goal.to == "auto" else None
+        self.plan = Plan.load(plan_file(work, goal)) if goal.to == "auto" else None
         if self.plan is not None and self.plan.method:
             self.goal = self.plan.goal_of(goal)
         self.readers = {} if self.plan is None else self.plan.readers
