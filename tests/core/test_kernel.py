@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyheads.core import kernel as kernel_module
-from manyheads.core.kernel import Call, Out, attend, merge, plan
+from manyheads.core.kernel import Call, Out, attend, merge, plan, plan_call
 from manyheads.core.kernels import KERNELS
 from manyheads.core.kernels import tiled as tiled_kernel
+from manyheads.core.kernels.flash_cpu import _Flash
 from manyheads.core.mask import Axis, Given, Mask, causal, cols_of, rows_of
 
 HEADS = [(9, 3), (12, 2), (14, 2), (15, 5), (6, 1)]
@@ -364,8 +366,12 @@ def test_an_unknown_kernel_names_those_that_exist():
         ({"t": 1, "heads": 12, "groups": 2, "need_lse": True}, "grouped", []),
         ({"t": 64, "heads": 12, "groups": 2}, "sdpa", ["not grouped: 384 query rows", "more than 32"]),
         ({"t": 64, "heads": 12, "groups": 2, "need_lse": True}, "flash_cpu", ["not sdpa: it does not return"]),
-        ({"t": 64, "heads": 12, "groups": 2, "need_lse": True, "scores": 2**19}, "grouped", ["sees every key"]),
-        ({"t": 64, "heads": 12, "groups": 2, "need_lse": True, "scores": 2**24}, "flash_cpu", []),
+        ({"t": 64, "heads": 12, "groups": 2, "need_lse": True, "alike": True}, "flash_cpu", []),
+        ({"t": 1, "heads": 12, "groups": 2, "alike": True}, "sdpa", ["6 query rows a key head: fused"]),
+        ({"t": 1, "heads": 12, "groups": 2, "need_lse": True, "alike": True}, "flash_cpu", []),
+        ({"t": 1, "heads": 2, "groups": 2, "alike": True}, "grouped", []),
+        ({"t": 1, "heads": 2, "groups": 2, "alike": True, "half": True}, "sdpa", []),
+        ({"t": 1, "heads": 12, "groups": 2, "alike": True, "device": "cuda"}, "grouped", []),
         ({"t": 64, "heads": 2, "groups": 2, "need_lse": True, "device": "cuda"}, "tiled", ["on cuda"]),
         ({"t": 64, "heads": 2, "groups": 2, "softcap": True}, "tiled", ["not sdpa: the scores are soft-capped"]),
         ({"t": 64, "heads": 2, "groups": 2, "program": ["Mix"]}, "tiled", ["not sdpa: Mix works on the scores"]),
@@ -392,6 +398,55 @@ def test_a_plan_says_what_runs_and_why_the_faster_ones_do_not(facts, kernel, wor
     chosen = plan(**facts)
     assert chosen.kernel == kernel
     assert all(word in str(chosen) for word in words), str(chosen)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "flash_cpu"])
+@pytest.mark.parametrize("rules", [(), (causal,)], ids=["all", "padded"])
+@pytest.mark.parametrize("t", [1, 3])
+def test_queries_of_one_key_head_are_rows_of_one_fused_problem(kernel, rules, t, monkeypatch):
+    torch.manual_seed(0)
+    valid = torch.arange(7)[None] >= torch.tensor([[0], [2], [5]])
+    q, k, v = torch.randn(3, 6, t, 8), torch.randn(3, 2, 7, 8), torch.randn(3, 2, 7, 8)
+    mask = Mask(Axis(t, 7 - t), Axis(7, 0, valid=valid if rules else None), rules)
+    call = Call(q, k, v, mask, 0.3)
+    expected = attend(call, need_lse=kernel == "flash_cpu", kernel="grouped")
+    heads = []
+    fused = F.scaled_dot_product_attention if kernel == "sdpa" else _Flash.apply
+    spy = lambda q, k, *a, **b: heads.append((q.shape[1], k.shape[1])) or fused(q, k, *a, **b)
+    monkeypatch.setattr(*((F, "scaled_dot_product_attention") if kernel == "sdpa" else (_Flash, "apply")), spy)
+    found = attend(call, need_lse=kernel == "flash_cpu", kernel=kernel)
+    assert heads == [(2, 2)]
+    torch.testing.assert_close(found.o, expected.o, atol=1e-6, rtol=1e-5)
+    if expected.lse is not None:
+        torch.testing.assert_close(found.lse, expected.lse, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rules", [(), (causal,)], ids=["all", "causal"])
+def test_no_kernel_asks_how_heads_lie_in_memory_or_for_a_positive_scale(kernel, rules):
+    torch.manual_seed(0)
+    apart = lambda h: torch.randn(8, h, 2, 40).permute(2, 1, 3, 0)  # channels far from each other
+    q, k, v = apart(4), apart(2), apart(2)
+    mask = Mask(Axis(40, 0), Axis(40, 0), rules)
+    scores = (q.unflatten(1, (2, 2)) @ k.mT[:, :, None] * -0.3).flatten(1, 2).masked_fill(~mask.tile(), -torch.inf)
+    expected = (scores.softmax(-1).unflatten(1, (2, 2)) @ v[:, :, None]).flatten(1, 2)
+    found = attend(Call(q, k, v, mask, -0.3), need_lse=kernel not in ("sdpa", "flex"), kernel=kernel)
+    torch.testing.assert_close(found.o, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_values_that_are_channels_of_the_keys_are_read_with_them():
+    torch.manual_seed(0)
+    rows, q = torch.randn(2, 1, 9, 12), torch.randn(2, 6, 1, 12)
+    mask = Mask(Axis(1, 9), Axis(9, 0))
+    call = Call(q, rows, rows[..., :8], mask, 0.3)
+    assert call.values_in_keys and plan_call(call).kernel == "sdpa"
+    apart = Call(q, rows, rows[..., :8].clone(), mask, 0.3)
+    assert not apart.values_in_keys and plan_call(apart).kernel == "grouped"
+    assert not Call(q, rows, rows[..., 2:10], mask, 0.3).values_in_keys
+    torch.testing.assert_close(attend(call).o, attend(apart).o, atol=1e-6, rtol=1e-5)
+    assert attend(call).o.shape == (2, 6, 1, 8)
+    learned = rows.requires_grad_()
+    assert not Call(q, learned, learned[..., :8].detach(), mask, 0.3).values_in_keys  # their gradients differ
 
 
 def test_what_a_plan_says_is_what_runs(monkeypatch):

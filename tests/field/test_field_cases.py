@@ -406,8 +406,8 @@ def test_autocast_keeps_queries_keys_and_values_in_one_dtype(spec):
 @pytest.mark.parametrize(
     ("spec", "prefill", "step"),
     [
-        ("gqa(kv_heads=2)", "sdpa", "grouped"),
-        ("mla", "sdpa", "grouped"),
+        ("gqa(kv_heads=2)", "sdpa", "sdpa"),
+        ("mla", "sdpa", "sdpa"),
         ("gqa + alibi", "banded", "sdpa"),
         ("softmax(cap=5)", "tiled", "tiled"),
         ("talking_heads", "tiled", "tiled"),

@@ -152,8 +152,7 @@ def test_head_tokens_do_not_rotate():
 def test_stays_on_the_fused_path():
     layer = layer_of()
     assert layer.explain(50).kernel == "sdpa"
-    assert layer.explain(30).kernel == "sdpa"  # 30 and 4 head tokens
-    assert twin(layer, "gqa(bias=qkvo)").explain(30).kernel == "grouped"
+    assert layer.explain(30).kernel == "sdpa"
 
 
 def test_refusals():

@@ -242,4 +242,4 @@ def test_a_layer_without_its_full_layer_says_so():
     pair("block=2", "gqa")[0](batch(), links=links)
     with pytest.raises(ValueError, match="layer 0 has 4 key heads of width 6, layer 1 has 2 of 6; they must agree"):
         pair("block=2")[1](batch(), links=links)
-    assert pair("block=2")[1].explain(1).kernel == "grouped"
+    assert pair("block=2")[1].explain(1).kernel == "sdpa"

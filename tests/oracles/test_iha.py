@@ -230,7 +230,7 @@ def test_the_paper_s_form_is_one_plain_triangle():
     layer(x, mask=torch.arange(TOKENS)[None] >= torch.tensor([0, 4])[:, None])
     assert [call.mask.is_causal for call in calls] == [True, False]
     assert calls[0].q.shape == (2, HEADS, 2 * TOKENS, WIDTH)
-    assert layer.explain(100).kernel == "sdpa" and layer.explain(1).kernel == "grouped"
+    assert layer.explain(100).kernel == "sdpa" and layer.explain(1).kernel == "sdpa"
     assert "40 query rows" in str(Attention("iha(pseudo=2)", DIM, HEADS).explain(20))
 
 

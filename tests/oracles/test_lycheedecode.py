@@ -279,4 +279,4 @@ def test_a_layer_without_sets_below_says_so():
     layers(2, "gqa")[0](batch(), links=links)
     with pytest.raises(ValueError, match="hold others"):
         layers(2)[1](batch(), links=links)
-    assert layers(2)[1].explain(1).kernel == "grouped"
+    assert layers(2)[1].explain(1).kernel == "sdpa"

@@ -330,7 +330,7 @@ def test_layers_that_do_not_fit_say_so():
     said = "layer 0 has 4 heads over 4 key heads of width 6, layer 1 has 4 heads over 2 key heads of width 6"
     with pytest.raises(ValueError, match=said):
         pair("window=2")[1](batch(), links=links)
-    assert pair("window=2")[1].explain(1).kernel == "grouped"
+    assert pair("window=2")[1].explain(1).kernel == "flash_cpu"
     with pytest.raises(ValueError, match="layer 1 keeps 18 keys, older ones are another layer's"):
         make_stack([f"{BASE} + pod(window=2)"] * 2 + [BASE], 3, kv_source=[None, None, 1])
     with pytest.raises(ValueError, match="'pod' needs 'own rows'"):

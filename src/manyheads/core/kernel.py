@@ -52,6 +52,18 @@ class Call:
         return max(1, self.q.shape[-1] // (self.k.shape[-1] * max(1, len(self.spread))))
 
     @property
+    def values_in_keys(self) -> bool:
+        """Whether values are known to be the first channels of the keys, in one memory, so that both are read once.
+
+        Never while compiling, where memory has no address, or where a gradient could tell them apart.
+        """
+        k, v = self.k, self.v
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and k.requires_grad):
+            return False
+        alike = k.shape[:-1] == v.shape[:-1] and k.stride() == v.stride() and k.shape[-1] >= v.shape[-1]
+        return alike and k.data_ptr() == v.data_ptr()
+
+    @property
     def whole(self) -> Call:
         """The same call, keys and values formed."""
         if self.key_rows == self.beside == 1 and not self.spread:
@@ -132,11 +144,9 @@ class Plan:
 
 
 FEW_ROWS = 32
-"""Query rows of one key head up to which grouped matmuls beat a fused kernel (measured on CPU)."""
+"""Query rows of one key head that are few: a mask of their own, or a copy of one, is small beside the keys."""
 WORTH = 0.8
 """The share of all pairs of queries and keys up to which blocks beat one fused call with a mask (measured on CPU)."""
-FEW_SCORES = 2**19
-"""Scores, all heads together, up to which the same holds for any number of rows that see every key."""
 LARGE = 2**24
 """Pairs of queries and keys from which on no mask of them all is made."""
 
@@ -148,12 +158,13 @@ class SlowPath(UserWarning):
 def plan(
     *, t: int, heads: int, groups: int, program: Sequence[str] = (), need_lse: bool = False, bias: bool = False,
     softcap: bool = False, dropout: bool = False, device: str = "cpu", share: float | None = None, pairs: int = 0,
-    scores: int | None = None,
+    alike: bool = False, half: bool = False,
 ) -> Plan:  # fmt: skip
     """Choose a kernel from what the call is, never from its data.
 
     share: of all pairs of queries and keys, those that blocks of queries compute, None where no mask is needed (the
-    triangle, or every key). pairs: how many there are. scores: of all heads, where every query sees every key.
+    triangle, or every key). pairs: how many there are. alike: values are as wide as keys, or part of
+    them, and both are read as they are cached. half: they have 16 bits.
     """
     refused: list[tuple[str, str]] = []
     fused = device == "cpu"  # with a log-sum-exp, and a gradient of a bias
@@ -168,10 +179,10 @@ def plan(
     if explicit:
         reason = " and ".join(explicit)
         return Plan("tiled", f"{reason}; tiles of query rows bound the memory", (("sdpa", reason), ("grouped", reason)))
+    if few and fused and alike and not bias and (rows > 1 or half):
+        return Plan("flash_cpu" if need_lse else "sdpa", f"{rows} query rows a key head: fused, the cache read once")
     if few and (need_lse or not bias):
         return Plan("grouped", f"{rows} query rows a key head: two batched matmuls read the cache once")
-    if need_lse and scores is not None and scores <= FEW_SCORES and not (bias or dropout):
-        return Plan("grouped", f"{rows} query rows a key head, each of which sees every key: two batched matmuls")
     many = f"{rows} query rows a key head, more than {FEW_ROWS}"
     refused.append(("grouped", many if rows > FEW_ROWS else "a bias" if bias else "dropout"))
     lse = "it does not return the log-sum-exp"
@@ -209,7 +220,10 @@ def plan_call(call: Call, program: Sequence[object] = (), *, need_lse: bool = Fa
         device="cpu" if call.q.device.type == "meta" else call.q.device.type,  # only described
         share=None if free or few or program else share(call.mask, heads, groups),
         pairs=t * s,
-        scores=len(call.q) * heads * t * s if call.mask.is_full else None,
+        alike=call.q.shape[-1] == call.k.shape[-1]
+        and call.beside == 1
+        and (call.v.shape[-1] == call.k.shape[-1] or call.values_in_keys),
+        half=call.q.element_size() == 2,
     )
 
 
@@ -238,6 +252,8 @@ def attend(
         raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
     if kernel != "grouped":
         call = call.whole
+    if call.scale < 0:  # fused kernels hide a key before they scale, so that a negative scale would show it
+        call = replace(call, q=-call.q, scale=-call.scale)
     if call.level is not None and kernel != "tiled":  # nothing else works on the scores
         call = replace(call, bias=_sum(call.level, call.bias), level=None)
     return KERNELS[kernel](call, (*program, *call.program), need_lse=need_lse, dropout=dropout)

@@ -81,7 +81,8 @@ class Row:
         self.weights = seen.weights[0, 0, 0]
         self.visible = seen.scores[0, 0, 0] > -torch.inf
         again = self.predict(self.weights[None])[0]
-        if not torch.allclose(again, self.prediction, atol=1e-4 * float(self.prediction.abs().amax()), rtol=1e-3):
+        slack = 1e-4 * float(self.prediction.abs().amax()) + 16 * torch.finfo(again.dtype).eps
+        if not torch.allclose(again, self.prediction, atol=slack, rtol=1e-3):
             raise CaptureError(f"{self.layer.name}: what head {self.head} returns is not its values, weighed")
 
     def predict(self, weights: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyheads.core.kernel import Call, ScoreProgram
+from manyheads.core.kernel import FEW_ROWS, Call, ScoreProgram
 
 
 def refuse(
@@ -26,13 +26,30 @@ def refuse(
 
 
 def equal_widths(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v padded to one width: fused kernels are much faster so (zeros change no score, extra channels are cut)."""
+    """q, k, v of one width: fused kernels are much faster so (zeros change no score, extra channels are cut)."""
+    if call.values_in_keys:
+        return call.q, call.k, call.k
     wide = max(call.q.shape[-1], call.v.shape[-1])
 
     def pad(t: Tensor) -> Tensor:
         return t if t.shape[-1] == wide else F.pad(t, (0, wide - t.shape[-1]))
 
     return pad(call.q), pad(call.k), pad(call.v)
+
+
+def in_rows(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Queries `[B, H, T, E]` that share a key head as rows `[B, G, H/G·T, E]` of one head, whose keys are read once.
+
+    So with their mask `[B or 1, H or 1, T, S]`, where that is small: one of many rows stays, and the queries apart.
+    """
+    groups, many = k.shape[1], q.shape[1] // k.shape[1]
+    if many == 1 or (mask is not None and many * q.shape[2] > FEW_ROWS):
+        return q, mask
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.reshape(len(mask), groups, -1, mask.shape[-1])
+    elif mask is not None and mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, many, 1)
+    return q.reshape(len(q), groups, -1, q.shape[-1]), mask
 
 
 def dense_mask(call: Call) -> Tensor | None:

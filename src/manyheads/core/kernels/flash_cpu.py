@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from manyheads.core.kernel import Call, Out, ScoreProgram
-from manyheads.core.kernels.common import dense_mask, equal_widths, refuse
+from manyheads.core.kernels.common import dense_mask, equal_widths, in_rows, refuse
 
 LEAST = 2.0**-50
 """Each channel of an output's gradient where that is zero, to make room for the gradient of a log-sum-exp."""
@@ -89,10 +89,12 @@ def flash_cpu(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: boo
     refuse("flash_cpu", call, program, dropout=dropout, bias=True)
     if call.q.device.type != "cpu":
         raise ValueError(f"kernel 'flash_cpu' runs on the CPU; the call is on {call.q.device}")
-    q, k, v = equal_widths(call)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in equal_widths(call))
     triangle = call.mask.is_causal and call.bias is None and q.shape[2] > 1
     mask = None if triangle else dense_mask(call)
-    o, lse = _Flash.apply(q, k, v, mask, call.scale, triangle)
+    rows, rows_mask = (q, mask) if triangle else in_rows(q, k, mask)
+    o, lse = _Flash.apply(rows, k, v, rows_mask, call.scale, triangle)
+    o, lse = o.reshape(q.shape), lse.reshape(q.shape[:3])
     if not need_lse:
         return Out(o[..., : call.v.shape[-1]])
     if mask is not None:

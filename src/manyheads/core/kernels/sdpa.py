@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 
 from manyheads.core.kernel import Call, Out, ScoreProgram, warn_once
-from manyheads.core.kernels.common import dense_mask, equal_widths, refuse
+from manyheads.core.kernels.common import dense_mask, equal_widths, in_rows, refuse
 from manyheads.core.kernels.tiled import TILE_BYTES
 
 
@@ -20,7 +20,8 @@ def sdpa(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = F
     mask = None if triangle else dense_mask(call)
     if call.bias is not None and mask is not None and mask.nbytes > TILE_BYTES:
         warn_once("kernel 'sdpa' holds the score bias of all queries and keys at once; 'banded' bounds its memory")
+    rows, mask = (q, mask) if triangle else in_rows(q, k, mask)
     o = F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, triangle, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
+        rows, k, v, mask, dropout, triangle, scale=call.scale, enable_gqa=rows.shape[1] != k.shape[1]
     )
-    return Out(o[..., : call.v.shape[-1]])
+    return Out(o.reshape(q.shape)[..., : call.v.shape[-1]])
