@@ -434,6 +434,19 @@ def test_no_kernel_asks_how_heads_lie_in_memory_or_for_a_positive_scale(kernel, 
     torch.testing.assert_close(found.o, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_single_row_of_16_bits_is_doubled_and_read_once(padded):
+    torch.manual_seed(0)
+    valid = torch.arange(7)[None] >= torch.tensor([[0], [2], [5]])
+    mask = Mask(Axis(1, 6), Axis(7, 0, valid=valid if padded else None), (causal,))
+    call = Call(*(torch.randn(3, 2, t, 8).bfloat16() for t in (1, 7, 7)), mask, 0.3)
+    expected = attend(Call(call.q.float(), call.k.float(), call.v.float(), mask, 0.3), need_lse=True, kernel="grouped")
+    assert plan_call(call).kernel == "sdpa"
+    for found in (attend(call), attend(call, need_lse=True)):
+        torch.testing.assert_close(found.o.float(), expected.o, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found.lse, expected.lse, atol=1e-2, rtol=1e-2)
+
+
 def test_values_that_are_channels_of_the_keys_are_read_with_them():
     torch.manual_seed(0)
     rows, q = torch.randn(2, 1, 9, 12), torch.randn(2, 6, 1, 12)

@@ -40,16 +40,24 @@ def equal_widths(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def in_rows(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Queries `[B, H, T, E]` that share a key head as rows `[B, G, H/G·T, E]` of one head, whose keys are read once.
 
-    So with their mask `[B or 1, H or 1, T, S]`, where that is small: one of many rows stays, and the queries apart.
+    So with their mask `[B or 1, H or 1, T, S]`, where that is small: one of many rows stays, and the queries apart. A
+    single row of 16 bits is doubled: PyTorch's products of one row take over twice as long (measured on CPU).
     """
     groups, many = k.shape[1], q.shape[1] // k.shape[1]
-    if many == 1 or (mask is not None and many * q.shape[2] > FEW_ROWS):
-        return q, mask
-    if mask is not None and mask.shape[1] > 1:
-        mask = mask.reshape(len(mask), groups, -1, mask.shape[-1])
-    elif mask is not None and mask.shape[2] > 1:
-        mask = mask.repeat(1, 1, many, 1)
-    return q.reshape(len(q), groups, -1, q.shape[-1]), mask
+    if many > 1 and (mask is None or many * q.shape[2] <= FEW_ROWS):
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.reshape(len(mask), groups, -1, mask.shape[-1])
+        elif mask is not None and mask.shape[2] > 1:
+            mask = mask.repeat(1, 1, many, 1)
+        q = q.reshape(len(q), groups, -1, q.shape[-1])
+    if q.shape[2] == 1 and q.element_size() == 2 and q.device.type == "cpu":
+        q, mask = q.expand(-1, -1, 2, -1), mask if mask is None else mask.expand(-1, -1, 2, -1)
+    return q, mask
+
+
+def as_asked(x: Tensor, q: Tensor) -> Tensor:
+    """What rows of `in_rows(q, …)` give, `[B, G, rows, …]`, by head and query."""
+    return x[:, :, : q.shape[1] // x.shape[1] * q.shape[2]].reshape(*q.shape[:3], *x.shape[3:])
 
 
 def dense_mask(call: Call) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from manyheads.core.kernel import Call, Out, ScoreProgram
-from manyheads.core.kernels.common import dense_mask, equal_widths, in_rows, refuse
+from manyheads.core.kernels.common import as_asked, dense_mask, equal_widths, in_rows, refuse
 
 LEAST = 2.0**-50
 """Each channel of an output's gradient where that is zero, to make room for the gradient of a log-sum-exp."""
@@ -94,7 +94,7 @@ def flash_cpu(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: boo
     mask = None if triangle else dense_mask(call)
     rows, rows_mask = (q, mask) if triangle else in_rows(q, k, mask)
     o, lse = _Flash.apply(rows, k, v, rows_mask, call.scale, triangle)
-    o, lse = o.reshape(q.shape), lse.reshape(q.shape[:3])
+    o, lse = as_asked(o, q), as_asked(lse, q)
     if not need_lse:
         return Out(o[..., : call.v.shape[-1]])
     if mask is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 
 from manyheads.core.kernel import Call, Out, ScoreProgram, warn_once
-from manyheads.core.kernels.common import dense_mask, equal_widths, in_rows, refuse
+from manyheads.core.kernels.common import as_asked, dense_mask, equal_widths, in_rows, refuse
 from manyheads.core.kernels.tiled import TILE_BYTES
 
 
@@ -24,4 +24,4 @@ def sdpa(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = F
     o = F.scaled_dot_product_attention(
         rows, k, v, mask, dropout, triangle, scale=call.scale, enable_gqa=rows.shape[1] != k.shape[1]
     )
-    return Out(o.reshape(q.shape)[..., : call.v.shape[-1]])
+    return Out(as_asked(o, q)[..., : call.v.shape[-1]])
