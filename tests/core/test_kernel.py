@@ -366,12 +366,10 @@ def test_an_unknown_kernel_names_those_that_exist():
         ({"t": 1, "heads": 12, "groups": 2, "need_lse": True}, "grouped", []),
         ({"t": 64, "heads": 12, "groups": 2}, "sdpa", ["not grouped: 384 query rows", "more than 32"]),
         ({"t": 64, "heads": 12, "groups": 2, "need_lse": True}, "flash_cpu", ["not sdpa: it does not return"]),
-        ({"t": 64, "heads": 12, "groups": 2, "need_lse": True, "alike": True}, "flash_cpu", []),
-        ({"t": 1, "heads": 12, "groups": 2, "alike": True}, "sdpa", ["6 query rows a key head: fused"]),
-        ({"t": 1, "heads": 12, "groups": 2, "need_lse": True, "alike": True}, "flash_cpu", []),
-        ({"t": 1, "heads": 2, "groups": 2, "alike": True}, "grouped", []),
-        ({"t": 1, "heads": 2, "groups": 2, "alike": True, "half": True}, "sdpa", []),
-        ({"t": 1, "heads": 12, "groups": 2, "alike": True, "device": "cuda"}, "grouped", []),
+        ({"t": 64, "heads": 12, "groups": 2, "need_lse": True, "once": True}, "flash_cpu", []),
+        ({"t": 1, "heads": 12, "groups": 2, "once": True}, "sdpa", ["6 query rows a key head: fused"]),
+        ({"t": 1, "heads": 12, "groups": 2, "need_lse": True, "once": True}, "flash_cpu", []),
+        ({"t": 1, "heads": 12, "groups": 2, "once": True, "device": "cuda"}, "grouped", []),
         ({"t": 64, "heads": 2, "groups": 2, "need_lse": True, "device": "cuda"}, "tiled", ["on cuda"]),
         ({"t": 64, "heads": 2, "groups": 2, "softcap": True}, "tiled", ["not sdpa: the scores are soft-capped"]),
         ({"t": 64, "heads": 2, "groups": 2, "program": ["Mix"]}, "tiled", ["not sdpa: Mix works on the scores"]),
@@ -445,6 +443,21 @@ def test_a_single_row_of_16_bits_is_doubled_and_read_once(padded):
     for found in (attend(call), attend(call, need_lse=True)):
         torch.testing.assert_close(found.o.float(), expected.o, atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(found.lse, expected.lse, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "values", "kernel"),
+    [
+        (torch.float32, 64, 64, "sdpa"),
+        (torch.float32, 2**13, 64, "grouped"),  # waits for memory all the same
+        (torch.bfloat16, 2**18, 64, "sdpa"),
+        (torch.bfloat16, 64, 32, "grouped"),  # a fused kernel would copy the values
+    ],
+)
+def test_few_queries_are_answered_by_what_reads_their_rows_faster(dtype, keys, values, kernel):
+    on = {"dtype": dtype, "device": "meta"}
+    q, k, v = (torch.empty(1, *shape, **on) for shape in ((4, 1, 64), (2, keys, 64), (2, keys, values)))
+    assert plan_call(Call(q, k, v, Mask(Axis(1, keys - 1), Axis(keys, 0)), 0.125)).kernel == kernel
 
 
 def test_values_that_are_channels_of_the_keys_are_read_with_them():

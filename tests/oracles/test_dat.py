@@ -85,7 +85,7 @@ def test_identity_is_fused_in_chunks(monkeypatch):
     close(layer(x), want)
     with using("sdpa"), pytest.raises(ValueError, match="Relations works on the scores"):
         make("dat(act=relu)")(x)
-    assert layer.explain(100).kernel == "sdpa" and layer.explain(1).kernel == "grouped"
+    assert layer.explain(100).kernel == "sdpa" and layer.explain(1).kernel == "sdpa"
 
 
 def test_sensory_heads_are_gqa():

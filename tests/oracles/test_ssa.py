@@ -209,7 +209,7 @@ def test_without_causal_order_only_tokens_speak(site):
 
 
 def test_it_stays_fused():
-    for queries, kernel in ((64, "sdpa"), (1, "grouped")):
+    for queries, kernel in ((64, "sdpa"), (1, "sdpa")):
         assert Attention("ssa", DIM, HEADS).explain(queries).kernel == kernel
 
 
