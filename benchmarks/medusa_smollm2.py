@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=25.0, help="of training")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--kind", choices=("medusa", "jakiro"), default="medusa")
+    parser.add_argument("--kind", choices=("medusa", "jakiro", "mtp"), default="medusa")
     parser.add_argument("--drafter", type=Path, help="a folder that decode train wrote; nothing is trained")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "medusa.md")

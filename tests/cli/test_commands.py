@@ -148,6 +148,9 @@ def test_generate_refuses_an_empty_prompt_and_wrong_numbers(tiny):
     assert "the prompt is empty" in refused("generate", tiny, " ")
     assert run("generate", tiny, "x", "--tokens", "0").code == 2
     assert run("generate", tiny, "x", "--top-p", "2").code == 2
+    for option in ("--top-p", "--temperature"):
+        assert "--temperature and --top-p go with --sample" in refused("generate", tiny, "x", option, "0.9")
+    assert "--chunk goes with --prompts" in refused("generate", tiny, "x", "--chunk", "8")
 
 
 def test_prompts_of_a_file_are_answered_together_as_each_alone(single, tmp_path):

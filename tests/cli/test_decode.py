@@ -42,7 +42,20 @@ def test_jakiro_is_trained_by_the_same_command(tiny, tmp_path):
     plain = run("generate", tiny, "import this", "--tokens", "12", "--json")
     ran = run("generate", tiny, "import this", "--tokens", "12", "--draft", tmp_path / "jakiro", "--json")
     assert ran.code == 0 and ran.json["text"] == plain.json["text"] and ran.json["gain"] > 0.8
-    assert "known: jakiro, medusa" in refused("decode", "train", tiny, "--out", tmp_path / "x", "--drafter", "eagle")
+    line = refused("decode", "train", tiny, "--out", tmp_path / "x", "--drafter", "eagle")
+    assert "known: jakiro, medusa, mtp" in line
+
+
+def test_a_chain_is_trained_by_the_same_command(tiny, tmp_path):
+    out = tmp_path / "chain"
+    ran = run("decode", "train", tiny, "--out", out, "--kind", "mtp", *SMALL, "--json")
+    assert ran.code == 0 and len(ran.json["odds"]) == 2, ran
+    plain = run("generate", tiny, "import this", "--tokens", "12", "--json")
+    ran = run("generate", tiny, "import this", "--tokens", "12", "--draft", out, "--json")
+    assert ran.code == 0 and ran.json["text"] == plain.json["text"]
+    for name in ("heads.safetensors", "drafter.json"):
+        (out / name).write_bytes((out / name).read_bytes()[:60])
+        assert f"{out / name} " in refused("generate", tiny, "import this", "--draft", out)
 
 
 def test_another_model_is_refused_by_name(drafter, tmp_path):

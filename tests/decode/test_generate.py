@@ -9,7 +9,7 @@ from tests.decode.laws import padded, prompts
 from tests.stack.tiny import VOCAB, model
 
 from manyheads import adopt
-from manyheads.decode import MedusaHeads, PromptLookup, RandomDrafter, Seen, Tree, Typical, generate
+from manyheads.decode import LearnedDrafter, PromptLookup, RandomDrafter, Seen, Tree, Typical, generate
 from manyheads.decode.drafter import fill
 
 SPECS = {
@@ -76,16 +76,17 @@ def test_of_adopted_models_too(kind):
     assert generate(made, rows, Half(rows, want), NEW, tree=Tree.full([3, 2, 2])).tokens == want
 
 
-def test_medusa_heads_of_any_weights_too():
+@pytest.mark.parametrize("kind", sorted(LearnedDrafter.kinds))
+def test_learned_drafters_of_any_weights_too(kind):
     made = model("gqa").double()
     rows = prompts(VOCAB)
     want = greedy(made, rows)
-    heads = MedusaHeads(made, heads=3, width=3)
+    drafter = LearnedDrafter.kinds[kind](made, heads=3, width=3).eval()
     for std in (0.0, 0.1, 3.0):
-        for parameter in heads.parameters():
+        for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=std)
-        for tree in (Tree.chain(3), Tree.full([3, 2, 1])):
-            assert generate(made, rows, heads, NEW, tree=tree).tokens == want
+        for tree in (Tree.chain(3), Tree.full([3, 2, 1]), Tree.full([2])):
+            assert generate(made, rows, drafter, NEW, tree=tree).tokens == want
 
 
 def test_a_drafter_that_knows_writes_a_whole_tree_a_step():
@@ -212,6 +213,55 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="drafts cannot be taken back"):
         generate(model("mtla"), [[1, 2]], RandomDrafter(VOCAB))
     assert len(generate(model("mtla"), [[1, 2]], None, 3).tokens[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        (torch.ones(1, 3), r"prompt 1 is torch.float32 \[3\]"),
+        (torch.ones(1, 3, dtype=torch.bool), "prompt 1 is torch.bool"),
+        (torch.ones(1, 2, 3, dtype=torch.long), r"prompt 1 is torch.int64 \[2, 3\]"),
+        (torch.tensor(3), r"a tensor \[B, T\]"),
+        ([[1], [1.5]], "prompt 2 is torch.float32"),
+        ([1, 2], r"prompt 1 is torch.int64 \[\]"),
+        ([[[1]]], r"prompt 1 is torch.int64 \[1, 1\]"),
+        ("text", "prompts are lists of tokens"),
+        (None, "prompts are lists of tokens"),
+        (torch.ones(0, 3, dtype=torch.long), "no prompts"),
+    ],
+)
+def test_prompts_that_are_no_tokens_are_refused(ids, why):
+    with pytest.raises(ValueError, match=why):
+        generate(model("gqa"), ids, None, 3)
+
+
+def test_what_is_no_model_and_no_drafter_is_refused():
+    for wrong, why in ((torch.nn.Linear(2, 2), "Linear"), (None, "NoneType"), ("gpt2", "str")):
+        with pytest.raises(TypeError, match=f"decoding takes a model of transformers .* not a {why}"):
+            generate(wrong, [[1]])
+    made = model("gqa")
+    for wrong in ("lookup", PromptLookup):
+        with pytest.raises(TypeError, match="is no drafter; manyheads"):
+            generate(made, [[1]], wrong)
+    for wrong in ("chain", None, [(0,)]):
+        with pytest.raises(ValueError, match="a Tree or 'auto'"):
+            generate(made, [[1]], PromptLookup(), tree=wrong)
+    with pytest.raises(TypeError, match="has no encoder"):
+        generate(made, [[1]], encoder={})
+
+
+@pytest.mark.parametrize("kind", sorted(LearnedDrafter.kinds))
+def test_a_drafter_for_a_model_of_other_sizes_is_refused(kind):
+    drafter = LearnedDrafter.kinds[kind](model("gqa"), heads=2, tokens=torch.arange(9))
+    for other, why in (
+        (model("gqa", hidden_size=64), "width 32; that of this one is 64"),
+        (model("gqa", vocab_size=99), f"vocabulary {VOCAB}; that of this one is 99"),
+        (model("gqa").double(), "dtype torch.float32; that of this one is torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            generate(other, [[1, 2]], drafter)
+    found = generate(model("gqa").double(), [[1, 2]], drafter.double(), 9, tree=Tree.chain(2))  # its words follow
+    assert len(found.tokens[0]) == 9
 
 
 @pytest.mark.parametrize(("row", "token"), [([5, -1], -1), ([5, 10**6], 10**6)])

@@ -171,5 +171,5 @@ def test_costs_and_refusals():
     drafter = Jakiro(made, heads=2)
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     assert parameters == 2 * DIM**2 + DIM + 4 * DIM**2 + 2 * 3 * DIM**2 + 4 * DIM + DIM  # the last: the norm
-    with pytest.raises(ValueError, match="window=0"):
+    with pytest.raises(ValueError, match="window is at least 1, not 0"):
         Jakiro(made, window=0)

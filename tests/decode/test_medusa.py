@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.stack.tiny import VOCAB, model
 from torch import nn
 
@@ -78,7 +79,7 @@ def test_a_short_list_of_words_is_drafted_from():
     torch.testing.assert_close(heads(hidden, 1), made.get_output_embeddings()(hidden)[:, words])
     assert {*heads.draft(Seen([[1], [2]], hidden), Tree.full([3, 3])).flatten().tolist()} == {3, 9, 20}
     assert heads.words.places(torch.tensor([9, 4, 3])).tolist() == [1, -1, 0]
-    for wrong in ([3, 3], [], [61], [-1]):
+    for wrong in ([3, 3], [], [61], [-1], [1.0], [[1]]):
         with pytest.raises(ValueError, match="a list of unlike ones below 61"):
             MedusaHeads(made, tokens=torch.tensor(wrong))
 
@@ -126,18 +127,68 @@ def test_a_drafter_comes_back_for_its_own_model_alone(tmp_path):
         list(other.attentions[1].parameters())[-1].mul_(1.5)
     with pytest.raises(ValueError, match=r"made for the model one \(.*not for two \("):
         load(tmp_path, other, name="two")
+    with pytest.raises(ValueError, match=r"width 32, 61 tokens\), not for .*width 64, 61 tokens"):
+        load(tmp_path, model("gqa", hidden_size=64))
+    with pytest.raises(TypeError, match="not a Linear"):
+        load(tmp_path, nn.Linear(2, 2))
     told = json.loads((tmp_path / "drafter.json").read_text())
-    for change, why in (({"kind": "other"}, "kind 'other'"), ({"odds": [[1.0]]}, "odds"), ({"heads": 3}, "speaks of")):
+    for change, why in (
+        ({"kind": "other"}, "kind 'other'"), ({"kind": ["medusa"]}, "kind"), ({"odds": [[1.0]]}, "odds"),
+        ({"heads": 3}, "speaks of"), ({"heads": 0}, "speaks of"), ({"heads": "two"}, "speaks of"),
+    ):  # fmt: skip
         (tmp_path / "drafter.json").write_text(json.dumps(told | change))
         with pytest.raises(ValueError, match=why):
             load(tmp_path, made)
 
 
+def test_a_damaged_folder_is_refused_by_the_file(tmp_path):
+    made, folder = model("gqa"), tmp_path / "heads"
+    for name, damage, why in (
+        ("drafter.json", lambda data: data[:50], "drafter.json does not describe a drafter"),
+        ("drafter.json", lambda _: b"null", "drafter.json does not describe a drafter"),
+        ("drafter.json", lambda _: b"\xff\xfe", "drafter.json does not describe a drafter"),
+        ("drafter.json", None, "heads holds no drafter: there is no drafter.json"),
+        ("heads.safetensors", lambda data: data[:-9], "heads.safetensors cannot be read"),
+        ("heads.safetensors", lambda _: b"", "heads.safetensors cannot be read"),
+        ("heads.safetensors", None, "heads holds no drafter: there is no heads.safetensors"),
+    ):
+        folder.mkdir(exist_ok=True)
+        MedusaHeads(made, heads=2).save(folder, made)
+        file = folder / name
+        file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
+        with pytest.raises(ValueError, match=why) as raised:
+            load(folder, made)
+        assert "\n" not in str(raised.value)
+    MedusaHeads(made, heads=2).save(folder, made)
+    for tokens in (torch.tensor([1, VOCAB]), torch.tensor([1.0, 2.0]), torch.tensor([[1, 2]])):
+        tensors = load_file(folder / "heads.safetensors")
+        save_file(tensors | {"tokens": tokens}, folder / "heads.safetensors")
+        with pytest.raises(ValueError, match="does not hold the weights"):
+            load(folder, made)
+
+
+@pytest.mark.parametrize("name", ["job.json", "text-00000.safetensors", "training.pt"])
+def test_a_damaged_file_of_an_interrupted_job_is_named(tmp_path, name):
+    def interrupt(stage, done, total):
+        if (stage, done) == ("heads", 3):
+            raise KeyboardInterrupt
+
+    made, out = model("gqa"), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        train(made, beginnings(), out, HOW, progress=interrupt)
+    file = out / "work" / name
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ValueError, match=f"{name} cannot be read"):
+        train(made, beginnings(), out, HOW)
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least 16"):
         Distillation(texts=3)
-    with pytest.raises(ValueError, match="drafter='eagle'; known: jakiro, medusa"):
+    with pytest.raises(ValueError, match="drafter='eagle'; known: jakiro, medusa, mtp"):
         Distillation(drafter="eagle")
+    with pytest.raises(ValueError, match="layers=2 is an option of medusa; drafter='mtp'"):
+        Distillation("mtp", layers=2)
     with pytest.raises(ValueError, match="teaches 5 heads nothing"):
         Distillation(heads=5, length=5)
     with pytest.raises(ValueError, match=r"16 of 4 tokens are wanted"):

@@ -8,6 +8,7 @@ from tests.stack.tiny import VOCAB, model
 
 from manyheads import adopt
 from manyheads.core.cache import Cache
+from manyheads.core.check import OptionError
 from manyheads.core.mask import Axis
 from manyheads.decode import Tree, Verifier
 from manyheads.decode.verify import Kept, Typical, exact
@@ -31,6 +32,22 @@ def test_a_tree_is_laid_out_with_parents_before_children():
     assert len(Tree.full([3, 2])) == 1 + 3 + 6 and (Tree.full([3, 2]).width, Tree.full([3, 2]).depth) == (3, 2)
     smaller, index = tree.keep(torch.tensor([False, False, False, False, True]))
     assert smaller.paths == ((), (1,), (1, 0)) and index.tolist() == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (lambda: Tree.chain(0), "depth is at least 1, not 0"),
+        (lambda: Tree.chain(1.5), "depth is a whole number"),
+        (lambda: Tree.full([2, 0]), "width is at least 1, not 0"),
+        (lambda: Tree.of([(0, -1)]), "choice is at least 0, not -1"),
+        (lambda: Tree.of(["ab"]), "choice is a whole number, not 'a'"),
+    ],
+)
+def test_a_tree_of_nothing_is_refused(wrong, why):
+    with pytest.raises(OptionError, match=why):
+        wrong()
+    assert Tree.of([]) == Tree.full([]) == Tree()  # the root alone, by its name
 
 
 @pytest.mark.parametrize("tree", [TREE, Tree.chain(3)], ids=["tree", "chain"])

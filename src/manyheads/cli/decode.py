@@ -31,7 +31,12 @@ def train(
         list[Path] | None, typer.Option(metavar="FILE", help="Text whose beginnings the model continues. Repeatable.")
     ] = None,
     drafter: Annotated[
-        str, typer.Option(help="medusa, heads beside the model's own; or jakiro, a layer with two experts.")
+        str,
+        typer.Option(
+            "--drafter",
+            "--kind",
+            help="medusa, heads beside the model's own; jakiro, a layer with two experts; mtp, a chain of layers.",
+        ),
     ] = "medusa",
     heads: Annotated[int, typer.Option(min=1, help="Tokens drafted at most.")] = 3,
     layers: Annotated[int, typer.Option(min=1, help="Medusa: residual blocks a head.")] = 1,

@@ -28,14 +28,24 @@ def generate(
     sample: Annotated[
         bool, typer.Option("--sample", help="Draw tokens instead of taking the most likely one.")
     ] = False,
-    temperature: Annotated[float, typer.Option(min=1e-3, help="With --sample: above 1 is wilder.")] = 1.0,
+    temperature: Annotated[
+        float | None, typer.Option(min=1e-3, show_default="1.0", help="With --sample: above 1 is wilder.")
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(min=1e-3, max=1.0, help="With --sample: draw from the likeliest tokens of this mass.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=1e-3, max=1.0, show_default="1.0", help="With --sample: draw from the likeliest tokens of this mass."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="With --sample: the same seed writes the same text.")] = 0,
     chunk: Annotated[
-        int, typer.Option(min=1, help="With --prompts: they share what they begin with in chunks of so many tokens.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="64",
+            help="With --prompts: they share what they begin with in chunks of so many tokens.",
+        ),
+    ] = None,
     draft: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Several tokens a step, the same text: what decode train wrote, or lookup."),
@@ -53,11 +63,17 @@ def generate(
         raise ValueError("--draft goes with a single PROMPT")
     if system is not None and prompts is None:
         raise ValueError("--system goes with --prompts; put it in front of a single PROMPT")
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    if chunk is not None and prompts is None:
+        raise ValueError("--chunk goes with --prompts")
+    if not sample and (temperature, top_p) != (None, None):
+        raise ValueError("--temperature and --top-p go with --sample")
+    sampling: dict[str, Any] = {
+        "temperature": 1.0 if temperature is None else temperature, "top_p": 1.0 if top_p is None else top_p,
+    }  # fmt: skip
     if prompts is not None:
         lines = _lines(prompts)
         start = "" if system is None else _text(system)
-        result = _together(model, start, lines, tokens=tokens, chunk=chunk, sample=sample, seed=seed, **sampling)
+        result = _together(model, start, lines, tokens=tokens, chunk=chunk or 64, sample=sample, seed=seed, **sampling)
         return finish(result | {"system": system}, as_json)
     assert prompt is not None
     if not prompt.strip():

@@ -26,7 +26,10 @@ def check_resume(work: Path, options: dict[str, Any]) -> None:
         work.mkdir(parents=True, exist_ok=True)
         write_text(json.dumps(options, indent=1), file)
         return
-    before = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ResumeError(f"{file} cannot be read; remove {work}, and the job starts anew") from error
     differ = sorted(name for name in before.keys() | options.keys() if before.get(name) != options.get(name))
     if differ:
         told = ", ".join(f"{name} was {before.get(name)!r}, is {options.get(name)!r}" for name in differ)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from manyheads.convert.resume import whole_file
 
@@ -49,7 +50,7 @@ def readable(file: Path) -> Iterator[None]:
     """Whatever is wrong with a checkpoint that is read inside is a ValueError that names it."""
     try:
         yield
-    except (KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (KeyError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read as a checkpoint; remove it, and its run starts anew") from error
 
 

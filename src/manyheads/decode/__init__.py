@@ -8,12 +8,14 @@ from manyheads.decode.jakiro import Jakiro
 from manyheads.decode.learned import LearnedDrafter, load
 from manyheads.decode.lookup import PromptLookup
 from manyheads.decode.medusa import MedusaHeads
+from manyheads.decode.mtp import MTP
 from manyheads.decode.speed import Acceptance, Costs, Plan, costs, plan
 from manyheads.decode.steps import Decoded, SlowDraft, generate
 from manyheads.decode.tree import Tree
 from manyheads.decode.verify import Typical, Verifier
 
 __all__ = [
+    "MTP",
     "Acceptance",
     "Costs",
     "Decoded",

@@ -24,10 +24,12 @@ from transformers import PreTrainedTokenizerBase
 from manyheads.convert.resume import check_resume, whole_file
 from manyheads.convert.text import windows
 from manyheads.convert.training import load_state, readable, save_state, step_seed
+from manyheads.core.check import check_whole
 from manyheads.decode.identity import Identity
 from manyheads.decode.jakiro import Jakiro
 from manyheads.decode.learned import LearnedDrafter
 from manyheads.decode.medusa import MedusaHeads
+from manyheads.decode.mtp import MTP
 from manyheads.decode.steps import generate
 from manyheads.decode.verify import head_inputs
 from manyheads.stack.pretrained import ManyheadsForCausalLM
@@ -54,7 +56,7 @@ class Distillation:
     batch: texts a step. save_every: steps between checkpoints.
     """
 
-    drafter: Literal["medusa", "jakiro"] = "medusa"
+    drafter: Literal["medusa", "jakiro", "mtp"] = "medusa"
     heads: int = 3
     layers: int = 1
     width: int = 10
@@ -74,11 +76,11 @@ class Distillation:
     def __post_init__(self) -> None:
         if self.drafter not in LearnedDrafter.kinds:
             raise ValueError(f"drafter={self.drafter!r}; known: {', '.join(sorted(LearnedDrafter.kinds))}")
-        for name in (
-            "heads", "layers", "width", "words", "prompt", "length", "together", "steps", "batch", "save_every"
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; at least 1")
+        whole = ("heads", "layers", "width", "words", "prompt", "length", "together", "steps", "batch", "save_every")
+        check_whole(**{name: getattr(self, name) for name in whole})
+        for name, usual, of in (("layers", 1, "medusa"), ("contrast", True, "jakiro")):
+            if self.drafter != of and getattr(self, name) != usual:
+                raise ValueError(f"{name}={getattr(self, name)} is an option of {of}; drafter={self.drafter!r}")
         if self.texts < 2 * HELD:
             raise ValueError(f"texts={self.texts}; at least {2 * HELD}, one in {HELD} of which is held out")
         if self.length < self.heads + 2:
@@ -95,6 +97,8 @@ class Distillation:
         torch.manual_seed(self.seed)
         if self.drafter == "medusa":
             return MedusaHeads(model, self.heads, self.layers, self.width, tokens)
+        if self.drafter == "mtp":
+            return MTP(model, self.heads, self.width, tokens=tokens)
         return Jakiro(model, self.heads, self.width, contrast=self.contrast, tokens=tokens)
 
 
@@ -162,7 +166,8 @@ def _write(model: ManyheadsForCausalLM, begun: Tensor, how: Distillation, work: 
             hidden = torch.cat([each[:, -1:] for each in seen], 1)  # a pass for each token that was chosen
             with whole_file(file) as partial:
                 save_file({"tokens": torch.tensor(found.tokens), "hidden": hidden.cpu().contiguous()}, partial)
-        rows.append(load_file(file))
+        with readable(file):
+            rows.append(load_file(file))
         progress("text", number + 1, len(parts))
     return Written(*(torch.cat([each[name] for each in rows]) for name in Written._fields))
 

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from manyheads.core.check import check_whole
 from manyheads.decode.tree import Tree
 
 
@@ -84,6 +85,7 @@ class RandomDrafter:
     """Tokens at random, the same for every node of one depth and choice."""
 
     def __init__(self, vocab: int, depth: int = 3, width: int = 3, seed: int = 0) -> None:
+        check_whole(vocab=vocab, depth=depth, width=width)
         self.vocab, self.depth, self.width = vocab, depth, width
         self.odds = torch.full((depth, width), 1 / vocab, dtype=torch.float64)
         self._draws = torch.Generator().manual_seed(seed)

@@ -25,6 +25,8 @@ class Encoded:
     """
 
     def __init__(self, model: PreTrainedModel, given: Mapping[str, Tensor]) -> None:
+        if not model.config.is_encoder_decoder:
+            raise TypeError(f"a {type(model).__name__} has no encoder; leave encoder= out")
         layers = [each for each in cast(Any, model).get_decoder().modules() if isinstance(each, SeamAttention)]
         if not layers:
             raise TypeError(

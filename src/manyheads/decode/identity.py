@@ -15,9 +15,16 @@ SAMPLES = 64
 """Numbers of each weight that are looked at, evenly over it."""
 
 
+def check_model(model: Any) -> None:
+    """Raise a TypeError unless it is a model of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        raise TypeError(f"decoding takes a model of transformers that manyheads.adopt returned, not a {kind}")
+
+
 @dataclass(frozen=True)
 class Identity:
-    """model, tokenizer: names for people. weights, vocabulary: digests; None where there is no tokenizer."""
+    """model, tokenizer: names and sizes for people. weights, vocabulary: digests; None where there is no tokenizer."""
 
     model: str
     weights: str
@@ -26,12 +33,15 @@ class Identity:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str = "") -> Identity:
+        check_model(model)
         named = name or str(getattr(model.config, "name_or_path", "") or "") or type(model).__name__
         size = sum(parameter.numel() for parameter in model.parameters())
         words = None
         if tokenizer is not None:
             words = f"{getattr(tokenizer, 'name_or_path', '') or named} ({len(tokenizer):,} tokens)"
-        return cls(f"{named} ({size:,} parameters)", _weights(model), words, _vocabulary(tokenizer))
+        config = model.config.get_text_config()
+        sizes = f"{size:,} parameters, width {config.hidden_size}, {config.vocab_size:,} tokens"
+        return cls(f"{named} ({sizes})", _weights(model), words, _vocabulary(tokenizer))
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

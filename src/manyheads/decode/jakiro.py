@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from manyheads.attention import Attention
 from manyheads.core.cache import Cache
+from manyheads.core.check import check_whole
 from manyheads.core.linear import Linear, quicken
 from manyheads.decode.drafter import Seen
 from manyheads.decode.learned import LearnedDrafter
@@ -73,14 +74,11 @@ class Jakiro(LearnedDrafter):
         self, model: PreTrainedModel, heads: int = 5, width: int = 10, attention: str = "gqa", window: int = 32,
         contrast: bool = True, tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if min(heads, width, window) < 1:
-            raise ValueError(f"heads={heads}, width={width} and window={window} must be positive")
+        check_whole(heads=heads, window=window)
         super().__init__(model, width, tokens)
-        config = model.config.get_text_config()
-        dim = config.hidden_size
+        count, dim = model.config.get_text_config().num_attention_heads, self.dim
         self.attention_spec, self.reads, self.contrast, self._depth = attention, window, contrast, heads
         self._embed = (cast(Callable[[Tensor], Tensor], model.get_input_embeddings()),)  # in a tuple: no submodule
-        count = config.num_attention_heads
         self.fc = Linear(2 * dim, dim)
         self.attention = Attention(attention, dim, count if isinstance(count, int) else count[-1])
         self.norm = nn.RMSNorm(dim, eps=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from manyheads.core.check import check_whole
 from manyheads.core.linear import linear
 from manyheads.decode.drafter import Seen
-from manyheads.decode.identity import Identity
+from manyheads.decode.identity import Identity, check_model
 from manyheads.decode.tree import Tree
 
 WEIGHTS, DESCRIPTION = "heads.safetensors", "drafter.json"
@@ -34,23 +35,29 @@ class Words:
     def __init__(self, model: PreTrainedModel, tokens: Tensor | None) -> None:
         head: Any = model.get_output_embeddings()
         self.vocab = model.config.get_text_config().vocab_size
+        self._head, self.tokens = head, None
         if tokens is None:
-            self._logits, self.tokens = head, None
             return
-        inside = tokens.ndim == 1 and len(tokens) > 0 and 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab
+        whole = isinstance(tokens, Tensor) and tokens.ndim == 1 and len(tokens) > 0 and not tokens.is_floating_point()
+        inside = whole and 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab
         if not inside or len(tokens.unique()) < len(tokens):
             raise ValueError(f"the tokens of a drafter are a list of unlike ones below {self.vocab}")
         self.tokens = tokens = tokens.long().to(head.weight.device)
-        weight, bias = (None if each is None else each.detach()[tokens] for each in (head.weight, head.bias))
-        assert weight is not None
-        self._logits = lambda hidden: linear(hidden, weight, bias)
+        self._weight: Tensor = head.weight.detach()[tokens]
+        self._bias: Tensor | None = None if head.bias is None else head.bias.detach()[tokens]
 
     def __len__(self) -> int:
         return self.vocab if self.tokens is None else len(self.tokens)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits `[…, len]` of what the head reads, `[…, D]`."""
-        return self._logits(hidden)
+        return self._head(hidden) if self.tokens is None else linear(hidden, self._weight, self._bias)
+
+    def move(self, to: Callable[[Tensor], Tensor]) -> None:
+        """What is copied of the head goes where the drafter goes."""
+        if self.tokens is not None:
+            self.tokens, self._weight = to(self.tokens), to(self._weight)
+            self._bias = None if self._bias is None else to(self._bias)
 
     def said(self, index: Tensor) -> Tensor:
         """Tokens by their places among these."""
@@ -81,7 +88,9 @@ class LearnedDrafter(nn.Module, ABC):
 
     def __init__(self, model: PreTrainedModel, width: int, tokens: Tensor | None) -> None:
         super().__init__()
-        self.words = Words(model, tokens)
+        check_model(model)
+        check_whole(width=width)
+        self.words, self.dim = Words(model, tokens), model.config.get_text_config().hidden_size
         self.width = min(width, len(self.words))
 
     @property
@@ -107,6 +116,20 @@ class LearnedDrafter(nn.Module, ABC):
     @abstractmethod
     def measure(self, hidden: Tensor, tokens: Tensor) -> None:
         """Set the odds from texts that it has not learnt, given as to `losses`."""
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise a ValueError unless a model's sizes, dtype and device are those of the one that this was made for."""
+        config, weight = model.config.get_text_config(), next(self.parameters())
+        for what, own, other in (
+            ("width", self.dim, config.hidden_size), ("vocabulary", self.words.vocab, config.vocab_size),
+            ("dtype", weight.dtype, model.dtype), ("device", weight.device, model.device),
+        ):  # fmt: skip
+            if own != other:
+                raise ValueError(f"the drafter is for a model of {what} {own}; that of this one is {other}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedDrafter:
+        self.words.move(fn)
+        return super()._apply(fn, recurse)
 
     def guess(self, depth: int) -> None:
         """Odds until they are measured."""
@@ -143,31 +166,35 @@ def load(
     """The drafter in a folder, for the model (and tokenizer) that it was made for.
 
     Raises:
-        ValueError: it was made for another model or tokenizer (both are named), or the files do not fit together.
+        ValueError: it was made for another model or tokenizer (both are named), or a file is missing, damaged or not
+            of the other.
     """
     folder = Path(folder)
-    file = folder / DESCRIPTION
-    if not file.is_file():
-        raise ValueError(f"{folder} holds no drafter: there is no {DESCRIPTION}")
+    file, weights = folder / DESCRIPTION, folder / WEIGHTS
+    for each in (file, weights):
+        if not each.is_file():
+            raise ValueError(f"{folder} holds no drafter: there is no {each.name}")
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
         kind, odds = told.pop("kind"), torch.tensor(told.pop("odds"), dtype=torch.float64)
         made_for = Identity(**told.pop("made_for"))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} does not describe a drafter: {error!r}") from error
-    if kind not in LearnedDrafter.kinds:
-        raise ValueError(
-            f"{file} describes a drafter of kind {kind!r}; known: {', '.join(sorted(LearnedDrafter.kinds))}"
-        )
+    known = sorted(LearnedDrafter.kinds)
+    if kind not in known:
+        raise ValueError(f"{file} describes a drafter of kind {kind!r}; known: {', '.join(known)}")
     made_for.check(Identity.of(model, tokenizer, name), folder)
     told.pop("training", None)
     try:
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(weights)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{weights} cannot be read: {error}") from error
+    try:
         made: Any = LearnedDrafter.kinds[kind]
         made = made(model, tokens=tensors.pop("tokens", None), **told)
         made.load_state_dict(tensors)
-    except (RuntimeError, SafetensorError, TypeError) as error:
-        raise ValueError(f"{folder / WEIGHTS} does not hold the weights that {DESCRIPTION} speaks of") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{weights} does not hold the weights that {DESCRIPTION} speaks of") from error
     if odds.shape != made.odds.shape:
         raise ValueError(f"{file} gives odds of {[*odds.shape]} for {[*made.odds.shape]} depths and choices")
     made.odds = odds

@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from manyheads.core.check import check_whole
 from manyheads.decode.drafter import Seen
 from manyheads.decode.tree import Tree
 
@@ -27,8 +28,9 @@ class PromptLookup:
     """
 
     def __init__(self, depth: int = 8, width: int = 2, ngram: int = 3, least: int = 1, window: int = 4096) -> None:
-        if min(depth, width, least) < 1 or ngram < least:
-            raise ValueError(f"depth={depth}, width={width} and least={least} must be positive, ngram={ngram} >= least")
+        check_whole(depth=depth, width=width, ngram=ngram, least=least, window=window)
+        if ngram < least:
+            raise ValueError(f"ngram={ngram} is below least={least}")
         self.depth, self.width, self.ngram, self.least, self.window = depth, width, ngram, least, window
         self.odds = torch.zeros(depth, width, dtype=torch.float64)  # a guess; decoding measures it
         self.odds[:, 0] = 0.6

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from manyheads.core.check import check_whole
 from manyheads.core.linear import Linear
 from manyheads.decode.drafter import Seen, fill
 from manyheads.decode.learned import LearnedDrafter
@@ -47,11 +48,9 @@ class MedusaHeads(LearnedDrafter):
         self, model: PreTrainedModel, heads: int = 4, layers: int = 1, width: int = 10,
         tokens: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if min(heads, layers, width) < 1:
-            raise ValueError(f"heads={heads}, layers={layers} and width={width} must be positive")
+        check_whole(heads=heads, layers=layers)
         super().__init__(model, width, tokens)
-        self.layers = layers
-        dim = model.config.get_text_config().hidden_size
+        self.layers, dim = layers, self.dim
         self.heads = nn.ModuleList(nn.ModuleList(Linear(dim, dim) for _ in range(layers)) for _ in range(heads))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
+from manyheads.core.check import check_whole
 from manyheads.decode.drafter import Drafter, Trail
 from manyheads.decode.encoded import Encoded
 from manyheads.decode.guard import SLACK, Clocks, Guard
+from manyheads.decode.identity import check_model
+from manyheads.decode.learned import LearnedDrafter
 from manyheads.decode.speed import Acceptance, Plan, now
 from manyheads.decode.tree import Tree
 from manyheads.decode.verify import Choose, Typical, Verifier, exact
@@ -82,20 +85,26 @@ def generate(
         on_tokens: called with a sequence's number and its new tokens as they are written.
 
     Raises:
-        ValueError: the model's cache cannot take drafts back (the reason names the layer), prompts do not fit, or a
-            model in half precision is to draft without `rounding`.
+        ValueError: the model's cache cannot take drafts back (the reason names the layer), prompts do not fit, the
+            drafter is for a model of other sizes or another dtype, or a model in half precision is to draft without
+            `rounding`.
+        TypeError: not such a model, or not a drafter.
     """
+    check_model(model)
     rows = _rows(ids, attention_mask, model)
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise TypeError(f"{drafter!r:.60} is no drafter; manyheads.decode.load makes one of a folder")
+    if isinstance(drafter, LearnedDrafter):
+        drafter.check(model)
+    if not isinstance(tree, Tree) and tree != "auto":
+        raise ValueError(f"tree={tree!r}; a Tree or 'auto'")
     if drafter is not None and model.dtype in (torch.bfloat16, torch.float16) and not (rounding or typical):
         raise ValueError(
             f"in {model.dtype} a pass of several rows rounds otherwise than one of a single row, which decides between "
             "logits that are nearly equal, and those are common: the text would not be the model's own token for "
             "token. rounding=True allows that; model.float() avoids it"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}; at least 1")
-    if most < 1:
-        raise ValueError(f"most={most}; a tree has its root at least")
+    check_whole(max_new_tokens=max_new_tokens, most=most)
     if typical is not None and sample:
         raise ValueError("typical acceptance is a rule of its own: sample=True does not go with it")
     choose = _draws(len(rows), max_new_tokens, temperature, top_p, seed) if sample else None
@@ -313,18 +322,26 @@ def _draws(
 
 def _rows(ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None, model: PreTrainedModel) -> list[list[int]]:
     """The prompts without padding."""
-    if isinstance(ids, Tensor):
-        ids = ids[None] if ids.ndim == 1 else ids
-        if mask is not None and (mask.shape != ids.shape or bool((mask.long().diff(dim=-1) < 0).any())):
-            raise ValueError(f"the mask must be {[*ids.shape]}, padding (0) on the left")
-        keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        rows = [row[own].tolist() for row, own in zip(ids, keep, strict=True)]
-    elif mask is not None:
-        raise ValueError("lists of tokens have no padding; an attention_mask goes with a tensor")
-    else:
-        rows = [[*row] for row in ids]
-    if not rows:
+    try:
+        given = [*map(torch.as_tensor, ids[None] if isinstance(ids, Tensor) and ids.ndim == 1 else ids)]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"prompts are lists of tokens, or a tensor [B, T] of them: {error}") from error
+    if not given:
         raise ValueError("there are no prompts")
+    for number, row in enumerate(given, 1):
+        whole = not (row.is_floating_point() or row.is_complex() or row.dtype == torch.bool)
+        if row.ndim != 1 or (len(row) and not whole):
+            raise ValueError(
+                f"prompts are lists of whole numbers, or a tensor [B, T] of them; prompt {number} is {row.dtype} "
+                f"{[*row.shape]}"
+            )
+    if mask is not None:
+        if not isinstance(ids, Tensor):
+            raise ValueError("lists of tokens have no padding; an attention_mask goes with a tensor")
+        if mask.shape != (len(given), len(given[0])) or bool((mask.long().diff(dim=-1) < 0).any()):
+            raise ValueError(f"the mask must be {[len(given), len(given[0])]}, padding (0) on the left")
+        given = [row[own] for row, own in zip(given, mask.bool(), strict=True)]
+    rows = [row.tolist() for row in given]
     vocab = model.config.get_text_config().vocab_size
     for number, row in enumerate(rows, 1):
         if not row:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from manyheads.core.check import check_whole
 from manyheads.core.mask import Axis
 
 Path = tuple[int, ...]
@@ -29,20 +31,25 @@ class Tree:
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]]) -> Tree:
-        """The smallest tree that holds these nodes; what leads to them is added."""
-        nodes = {tuple(path[:depth]) for path in paths for depth in range(len(path) + 1)} | {()}
+        """The smallest tree that holds these nodes; what leads to them is added. Without any it is the root alone."""
+        paths = [tuple(path) for path in paths]
+        for choice in dict.fromkeys(chain.from_iterable(paths)):
+            check_whole(0, choice=choice)
+        nodes = {path[:depth] for path in paths for depth in range(len(path) + 1)} | {()}
         return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
 
     @classmethod
     def chain(cls, depth: int) -> Tree:
-        """One candidate for each of the next `depth` tokens."""
+        """One candidate for each of the next `depth` tokens, of which there is one at least."""
+        check_whole(depth=depth)
         return cls.of([(0,) * depth])
 
     @classmethod
     def full(cls, widths: Sequence[int]) -> Tree:
-        """Every node at depth d - 1 has `widths[d]` children."""
+        """Every node at depth d has `widths[d]` children, one at least."""
         level: list[Path] = [()]
         for width in widths:
+            check_whole(width=width)
             level = [(*path, choice) for path in level for choice in range(width)]
         return cls.of(level)
 
