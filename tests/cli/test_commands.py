@@ -205,7 +205,7 @@ def test_explain_a_checkpoint(single):
     assert kind["layers"] == [0, 1, 2] and (kind["dim"], kind["heads"]) == (48, 8)
     assert kind["cache_floats"] == 24 and ran.json["cache_bytes"] == 288
     assert [each["queries"] for each in kind["passes"]] == [1, 300]
-    assert kind["passes"][0]["kernel"] == "grouped" and kind["passes"][1]["kernel"] == "sdpa"
+    assert kind["passes"][0]["kernel"] == "sdpa" and kind["passes"][1]["kernel"] == "sdpa"
     assert "300 query rows" in kind["passes"][1]["refused"]["grouped"]
     assert max(map(len, ran.out.splitlines()[:-1])) <= 80
 
