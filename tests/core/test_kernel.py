@@ -421,14 +421,15 @@ def test_queries_of_one_key_head_are_rows_of_one_fused_problem(kernel, rules, t,
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rules", [(), (causal,)], ids=["all", "causal"])
-def test_no_kernel_asks_how_heads_lie_in_memory_or_for_a_positive_scale(kernel, rules):
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_no_kernel_asks_how_heads_lie_in_memory_or_for_a_positive_scale(kernel, rules, scale):
     torch.manual_seed(0)
     apart = lambda h: torch.randn(8, h, 2, 40).permute(2, 1, 3, 0)  # channels far from each other
     q, k, v = apart(4), apart(2), apart(2)
     mask = Mask(Axis(40, 0), Axis(40, 0), rules)
-    scores = (q.unflatten(1, (2, 2)) @ k.mT[:, :, None] * -0.3).flatten(1, 2).masked_fill(~mask.tile(), -torch.inf)
+    scores = (q.unflatten(1, (2, 2)) @ k.mT[:, :, None] * scale).flatten(1, 2).masked_fill(~mask.tile(), -torch.inf)
     expected = (scores.softmax(-1).unflatten(1, (2, 2)) @ v[:, :, None]).flatten(1, 2)
-    found = attend(Call(q, k, v, mask, -0.3), need_lse=kernel not in ("sdpa", "flex"), kernel=kernel)
+    found = attend(Call(q, k, v, mask, scale), need_lse=kernel not in ("sdpa", "flex"), kernel=kernel)
     torch.testing.assert_close(found.o, expected, atol=1e-5, rtol=1e-5)
 
 

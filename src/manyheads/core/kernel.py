@@ -261,8 +261,8 @@ def attend(
         raise ValueError(f"no kernel {kernel!r}; there are {', '.join(KERNELS)}")
     if kernel != "grouped":
         call = call.whole
-    if call.scale < 0:  # fused kernels hide a key before they scale, so that a negative scale would show it
-        call = replace(call, q=-call.q, scale=-call.scale)
+    if call.scale <= 0:  # fused kernels hide a key before they scale, which such a scale would undo
+        call = replace(call, q=call.q * call.scale, scale=1.0)
     if call.level is not None and kernel != "tiled":  # nothing else works on the scores
         call = replace(call, bias=_sum(call.level, call.bias), level=None)
     return KERNELS[kernel](call, (*program, *call.program), need_lse=need_lse, dropout=dropout)
