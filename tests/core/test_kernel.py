@@ -458,7 +458,10 @@ def test_a_single_row_of_16_bits_is_doubled_and_read_once(padded):
 def test_few_queries_are_answered_by_what_reads_their_rows_faster(dtype, keys, values, kernel):
     on = {"dtype": dtype, "device": "meta"}
     q, k, v = (torch.empty(1, *shape, **on) for shape in ((4, 1, 64), (2, keys, 64), (2, keys, values)))
-    assert plan_call(Call(q, k, v, Mask(Axis(1, keys - 1), Axis(keys, 0)), 0.125)).kernel == kernel
+    call = Call(q, k, v, Mask(Axis(1, keys - 1), Axis(keys, 0)), 0.125)
+    assert plan_call(call).kernel == kernel
+    spread = replace(call, spread=(torch.empty(1, 1, keys, 64, **on),))
+    assert plan_call(spread).kernel == "grouped"  # a fused kernel would form the keys
 
 
 def test_values_that_are_channels_of_the_keys_are_read_with_them():

@@ -1,8 +1,9 @@
 """What a tree must be, whatever it is read by: every node as if its path alone had been read."""
 
+import pytest
 import torch
 
-from manyheads.decode import Tree, Verifier
+from manyheads.decode import Tree, Verifier, train
 from manyheads.decode.verify import Kept
 
 TREE = Tree.of([(0, 0, 0), (0, 1), (1, 0), (2,)])
@@ -53,3 +54,20 @@ def gaps(model, rows, tree=TREE, rounds=3, seed=2):
         for b, row in enumerate(rows):
             row += tokens[b, tree.lineage[node[b], : int(depth[b]) + 1]].tolist()
     return gap
+
+
+def trained(model, how, folder):
+    """A drafter made by the command's own function; a run that was interrupted and went on writes the same bytes."""
+    begun = torch.randint(model.config.vocab_size, (16, 4), generator=torch.Generator().manual_seed(3))
+    drafter = train(model, begun, folder / "whole", how)
+
+    def interrupt(stage, done, total):
+        if (stage, done) == ("heads", 30):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(model, begun, folder / "parts", how, progress=interrupt)
+    train(model, begun, folder / "parts", how)
+    for file in ("heads.safetensors", "drafter.json"):
+        assert (folder / "whole" / file).read_bytes() == (folder / "parts" / file).read_bytes()
+    return drafter

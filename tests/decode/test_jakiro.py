@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.decode.laws import prompts
+from tests.decode.laws import prompts, trained
 from tests.decode.test_generate import NEW, greedy
 from tests.stack.tiny import VOCAB, model
 from torch import nn
 
-from manyheads.decode import Distillation, Jakiro, Seen, Tree, generate, load, train
+from manyheads.decode import Distillation, Jakiro, Seen, Tree, generate, load
 from manyheads.decode.drafter import Trail
 
 DIM = 32
@@ -147,19 +147,8 @@ def test_losses_shift_features_by_one_and_by_two():
 def test_it_is_trained_by_the_same_command_and_comes_back(tmp_path):
     made = model("gqa")
     how = Distillation("jakiro", heads=3, width=4, texts=16, prompt=4, length=14, steps=60, batch=8, lr=3e-3)
-    begun = torch.randint(VOCAB, (16, 4), generator=torch.Generator().manual_seed(3))
-    drafter = train(made, begun, tmp_path / "whole", how)
+    drafter = trained(made, how, tmp_path)
     assert drafter.odds.shape == (3, 4) and drafter.odds[0].sum() > 0.3  # 4 of 61 tokens by chance: 0.07
-
-    def interrupt(stage, done, total):
-        if (stage, done) == ("heads", 30):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(made, begun, tmp_path / "parts", how, progress=interrupt)
-    train(made, begun, tmp_path / "parts", how)
-    for file in ("heads.safetensors", "drafter.json"):
-        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
     again = load(tmp_path / "whole", made)
     seen = Seen([[1, 2]], torch.randn(1, DIM), torch.randn(1, 32, DIM), torch.ones(1, 32).bool())
     tree = Tree.full([2, 2, 2])

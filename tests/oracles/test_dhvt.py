@@ -153,6 +153,8 @@ def test_stays_on_the_fused_path():
     layer = layer_of()
     assert layer.explain(50).kernel == "sdpa"
     assert layer.explain(30).kernel == "sdpa"
+    assert "34 query rows" in str(layer.explain(30))  # 30 and 4 head tokens
+    assert "30 query rows" in str(twin(layer, "gqa(bias=qkvo)").explain(30))
 
 
 def test_refusals():

@@ -64,9 +64,14 @@ class Call:
         return alike and k.data_ptr() == v.data_ptr()
 
     @property
+    def formed(self) -> bool:
+        """Whether rows are keys and values as they are cached."""
+        return self.key_rows == self.beside == 1 and not self.spread
+
+    @property
     def whole(self) -> Call:
         """The same call, keys and values formed."""
-        if self.key_rows == self.beside == 1 and not self.spread:
+        if self.formed:
             return self
         spread = [self.k * table for table in self.spread] or [self.k]
         k = torch.cat([_side_by_side(k, self.key_rows) for k in spread], -1)
@@ -165,8 +170,8 @@ def plan(
     """Choose a kernel from what the call is, never from its data.
 
     share: of all pairs of queries and keys, those that blocks of queries compute, None where no mask is needed (the
-    triangle, or every key). pairs: how many there are. once: a fused kernel reads few rows
-    faster than matmuls do (`_reads_once`).
+    triangle, or every key). pairs: how many there are. once: a fused kernel reads few rows faster than matmuls do
+    (`_reads_once`).
     """
     refused: list[tuple[str, str]] = []
     fused = device == "cpu"  # with a log-sum-exp, and a gradient of a bias
@@ -232,8 +237,8 @@ def _reads_once(call: Call) -> bool:
     It copies nothing, and what it saves is not lost in waiting for memory, where rows of 32 bits come a little slower.
     """
     inside = call.values_in_keys
-    alike = call.q.shape[-1] == call.k.shape[-1] and call.beside == 1 and (inside or call.k.shape == call.v.shape)
-    return alike and (inside or call.q.element_size() == 2 or call.k.numel() <= SMALL)
+    alike = inside or call.k.shape == call.v.shape
+    return call.formed and alike and (inside or call.q.element_size() == 2 or call.k.numel() <= SMALL)
 
 
 def attend(

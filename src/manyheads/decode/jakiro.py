@@ -34,12 +34,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from manyheads.attention import Attention
 from manyheads.core.cache import Cache
 from manyheads.core.check import check_whole
 from manyheads.core.linear import Linear, quicken
 from manyheads.decode.drafter import Seen
-from manyheads.decode.learned import LearnedDrafter
+from manyheads.decode.learned import LearnedDrafter, attention_like
 from manyheads.decode.tree import Tree
 
 NOISE = 0.2 * 512
@@ -76,11 +75,11 @@ class Jakiro(LearnedDrafter):
     ) -> None:  # fmt: skip
         check_whole(heads=heads, window=window)
         super().__init__(model, width, tokens)
-        count, dim = model.config.get_text_config().num_attention_heads, self.dim
+        dim = self.dim
         self.attention_spec, self.reads, self.contrast, self._depth = attention, window, contrast, heads
         self._embed = (cast(Callable[[Tensor], Tensor], model.get_input_embeddings()),)  # in a tuple: no submodule
         self.fc = Linear(2 * dim, dim)
-        self.attention = Attention(attention, dim, count if isinstance(count, int) else count[-1])
+        self.attention = attention_like(model, attention)
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         self.experts = nn.ModuleList(Expert(dim) for _ in range(2))
         self.router = Linear(dim, 4, bias=False)

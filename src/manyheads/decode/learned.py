@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from manyheads.attention import Attention
 from manyheads.core.check import check_whole
 from manyheads.core.linear import linear
 from manyheads.decode.drafter import Seen
@@ -70,6 +71,13 @@ class Words:
         place = torch.full((self.vocab,), -1, device=tokens.device)
         place[self.tokens.to(tokens.device)] = torch.arange(len(self.tokens), device=tokens.device)
         return place[tokens]
+
+
+def attention_like(model: PreTrainedModel, spec: str) -> Attention:
+    """A layer as wide as the model, with as many heads."""
+    config = model.config.get_text_config()
+    count = config.num_attention_heads
+    return Attention(spec, config.hidden_size, count if isinstance(count, int) else count[-1])
 
 
 class LearnedDrafter(nn.Module, ABC):

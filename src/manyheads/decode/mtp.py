@@ -35,7 +35,7 @@ from manyheads.core.check import check_whole
 from manyheads.core.linear import quicken
 from manyheads.core.mask import Axis
 from manyheads.decode.drafter import Seen
-from manyheads.decode.learned import LearnedDrafter
+from manyheads.decode.learned import LearnedDrafter, attention_like
 from manyheads.decode.tree import Tree
 from manyheads.experts.swiglu import SwiGLU
 from manyheads.stack.block import Block
@@ -44,11 +44,11 @@ from manyheads.stack.block import Block
 class Next(nn.Module):
     """One module of the chain, without the embedding and the head that all share."""
 
-    def __init__(self, attention: str, dim: int, heads: int) -> None:
+    def __init__(self, attention: Attention, dim: int) -> None:
         super().__init__()
         self.hidden_norm, self.token_norm = (nn.RMSNorm(dim, eps=1e-6) for _ in range(2))
         self.merge = nn.Linear(2 * dim, dim, bias=False)
-        self.block = Block(Attention(attention, dim, heads), SwiGLU(dim))
+        self.block = Block(attention, SwiGLU(dim))
 
     def forward(self, hidden: Tensor, embedded: Tensor, axis: Axis, mask: Tensor) -> Tensor:
         """h^k of h^{k-1} and embeddings, all `[B, T, D]`. mask: bool `[B or 1, 1, T, T]`."""
@@ -78,11 +78,9 @@ class MTP(LearnedDrafter):
     ) -> None:  # fmt: skip
         check_whole(heads=heads, window=window)
         super().__init__(model, width, tokens)
-        count = model.config.get_text_config().num_attention_heads
         self.attention_spec, self.window, self.reads = attention, window, heads * (window - 1) + 1
         self._embed = (cast(Callable[[Tensor], Tensor], model.get_input_embeddings()),)  # in a tuple: no submodule
-        count = count if isinstance(count, int) else count[-1]
-        self.chain = nn.ModuleList(Next(attention, self.dim, count) for _ in range(heads))
+        self.chain = nn.ModuleList(Next(attention_like(model, attention), self.dim) for _ in range(heads))
         quicken(self)
         self.to(model.device, model.dtype)
         self.guess(heads)

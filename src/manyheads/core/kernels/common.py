@@ -55,6 +55,18 @@ def in_rows(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor |
     return q, mask
 
 
+def fused(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """What a fused kernel is given: q, k, v, what to add to the scores, and whether the triangle alone hides keys.
+
+    What comes out is that of rows, for `as_asked`, and as wide as the widest of k and v.
+    """
+    q, k, v = equal_widths(call)
+    if call.mask.is_causal and call.bias is None and q.shape[2] > 1:
+        return q, k, v, None, True
+    q, mask = in_rows(q, k, dense_mask(call))
+    return q, k, v, mask, False
+
+
 def as_asked(x: Tensor, q: Tensor) -> Tensor:
     """What rows of `in_rows(q, …)` give, `[B, G, rows, …]`, by head and query."""
     return x[:, :, : q.shape[1] // x.shape[1] * q.shape[2]].reshape(*q.shape[:3], *x.shape[3:])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from manyheads.core.kernel import Call, Out, ScoreProgram
-from manyheads.core.kernels.common import as_asked, dense_mask, equal_widths, in_rows, refuse
+from manyheads.core.kernels.common import as_asked, fused, refuse
 
 LEAST = 2.0**-50
 """Each channel of an output's gradient where that is zero, to make room for the gradient of a log-sum-exp."""
@@ -89,14 +89,12 @@ def flash_cpu(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: boo
     refuse("flash_cpu", call, program, dropout=dropout, bias=True)
     if call.q.device.type != "cpu":
         raise ValueError(f"kernel 'flash_cpu' runs on the CPU; the call is on {call.q.device}")
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in equal_widths(call))
-    triangle = call.mask.is_causal and call.bias is None and q.shape[2] > 1
-    mask = None if triangle else dense_mask(call)
-    rows, rows_mask = (q, mask) if triangle else in_rows(q, k, mask)
-    o, lse = _Flash.apply(rows, k, v, rows_mask, call.scale, triangle)
-    o, lse = as_asked(o, q), as_asked(lse, q)
+    *qkv, mask, triangle = fused(call)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in qkv)
+    o, lse = _Flash.apply(q, k, v, mask, call.scale, triangle)
+    o = as_asked(o, call.q)[..., : call.v.shape[-1]]
     if not need_lse:
-        return Out(o[..., : call.v.shape[-1]])
+        return Out(o)
     if mask is not None:
         lse = lse.masked_fill(mask.detach().amax(-1) == -torch.inf, -torch.inf)
-    return Out(o[..., : call.v.shape[-1]], lse)
+    return Out(o, as_asked(lse, call.q))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 
 from manyheads.core.kernel import Call, Out, ScoreProgram, warn_once
-from manyheads.core.kernels.common import as_asked, dense_mask, equal_widths, in_rows, refuse
+from manyheads.core.kernels.common import as_asked, fused, refuse
 from manyheads.core.kernels.tiled import TILE_BYTES
 
 
@@ -15,13 +15,10 @@ def sdpa(call: Call, program: Sequence[ScoreProgram] = (), *, need_lse: bool = F
     refuse("sdpa", call, program, bias=True)
     if need_lse:
         raise ValueError("kernel 'sdpa' returns no log-sum-exp; use 'flash_cpu', 'grouped' or 'tiled'")
-    q, k, v = equal_widths(call)
-    triangle = call.mask.is_causal and call.bias is None and q.shape[2] > 1
-    mask = None if triangle else dense_mask(call)
+    q, k, v, mask, triangle = fused(call)
     if call.bias is not None and mask is not None and mask.nbytes > TILE_BYTES:
         warn_once("kernel 'sdpa' holds the score bias of all queries and keys at once; 'banded' bounds its memory")
-    rows, mask = (q, mask) if triangle else in_rows(q, k, mask)
     o = F.scaled_dot_product_attention(
-        rows, k, v, mask, dropout, triangle, scale=call.scale, enable_gqa=rows.shape[1] != k.shape[1]
+        q, k, v, mask, dropout, triangle, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return Out(as_asked(o, q)[..., : call.v.shape[-1]])
+    return Out(as_asked(o, call.q)[..., : call.v.shape[-1]])
