@@ -48,7 +48,7 @@ def test_jakiro_is_trained_by_the_same_command(tiny, tmp_path):
 
 def test_a_chain_is_trained_by_the_same_command(tiny, tmp_path):
     out = tmp_path / "chain"
-    ran = run("decode", "train", tiny, "--out", out, "--kind", "mtp", *SMALL, "--json")
+    ran = run("decode", "train", tiny, "--out", out, "--drafter", "mtp", *SMALL, "--json")
     assert ran.code == 0 and len(ran.json["odds"]) == 2, ran
     plain = run("generate", tiny, "import this", "--tokens", "12", "--json")
     ran = run("generate", tiny, "import this", "--tokens", "12", "--draft", out, "--json")

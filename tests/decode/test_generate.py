@@ -199,6 +199,23 @@ def test_lookup_copies_what_followed_the_same_words():
         PromptLookup(ngram=1, least=2)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"typical": True}, "typical=True; manyheads.decode.Typical"),
+        ({"stop": 5}, "stop=5; tokens that end a text are a list"),
+        ({"stop": "</s>"}, "stop='</s>'; tokens"),
+        ({"stop": torch.tensor([5])}, "stop=.*tensor.*; tokens"),
+        ({"sample": True, "seed": 1.5}, "seed is a whole number, not 1.5"),
+        ({"sample": True, "temperature": math.nan}, "temperature=nan must be positive"),
+        ({"sample": True, "top_p": "most"}, "top_p='most' in"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, why):
+    with pytest.raises((TypeError, ValueError), match=why):
+        generate(model("gqa"), [[1, 2]], None, 3, **options)
+
+
 def test_what_does_not_fit_is_refused():
     made = model("gqa")
     for rows, why in (([], "no prompts"), ([[]], "prompt 1 is empty"), ([[1], [VOCAB]], f"token {VOCAB} of prompt 2")):

@@ -33,9 +33,7 @@ def train(
     drafter: Annotated[
         str,
         typer.Option(
-            "--drafter",
-            "--kind",
-            help="medusa, heads beside the model's own; jakiro, a layer with two experts; mtp, a chain of layers.",
+            help="medusa: heads beside the model's own; jakiro: a layer with two experts; mtp: a chain of layers."
         ),
     ] = "medusa",
     heads: Annotated[int, typer.Option(min=1, help="Tokens drafted at most.")] = 3,

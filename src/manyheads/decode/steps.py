@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
-from manyheads.core.check import check_whole
+from manyheads.core.check import check_whole, is_number
 from manyheads.decode.drafter import Drafter, Trail
 from manyheads.decode.encoded import Encoded
 from manyheads.decode.guard import SLACK, Clocks, Guard
@@ -105,6 +105,8 @@ def generate(
             "token. rounding=True allows that; model.float() avoids it"
         )
     check_whole(max_new_tokens=max_new_tokens, most=most)
+    if typical is not None and not isinstance(typical, Typical):
+        raise TypeError(f"typical={typical!r}; manyheads.decode.Typical() is the rule of typical acceptance")
     if typical is not None and sample:
         raise ValueError("typical acceptance is a rule of its own: sample=True does not go with it")
     choose = _draws(len(rows), max_new_tokens, temperature, top_p, seed) if sample else None
@@ -300,8 +302,9 @@ def _draws(
 
     A token is where the sum of probabilities passes a uniform number. Sequence i draws as if alone with seed + i.
     """
-    if temperature <= 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature} must be positive, and top_p={top_p} in (0, 1]")
+    if not (is_number(temperature) and temperature > 0 and is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f"temperature={temperature!r} must be positive, and top_p={top_p!r} in (0, 1]")
+    check_whole(0, seed=seed)
     each = [
         torch.rand(budget, generator=torch.Generator().manual_seed(seed + i), dtype=torch.float64) for i in range(count)
     ]
@@ -353,7 +356,10 @@ def _rows(ids: Tensor | Sequence[Sequence[int]], mask: Tensor | None, model: Pre
 
 def _stop(model: PreTrainedModel, given: Iterable[int] | None) -> set[int]:
     if given is not None:
-        return {*given}
+        ends = {*given} if isinstance(given, Iterable) else {None}
+        if not all(isinstance(token, int) for token in ends):
+            raise TypeError(f"stop={given!r}; tokens that end a text are a list of whole numbers, as in stop=[2]")
+        return cast(set[int], ends)
     config = model.generation_config
     ends = None if config is None else config.eos_token_id
     return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}
