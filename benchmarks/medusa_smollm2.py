@@ -179,7 +179,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 drafters[kind], made[kind] = trained(model, tokenizer, begun, Path(folder), options.minutes, kind)
     prompts = windows(tokenizer, asked, count=HELD, length=PROMPT, spread=True)
-    batches = dict(zip((1, 8), map(int, options.texts.split(",")), strict=True))
+    batches: dict[int, int] = dict(zip((1, 8), map(int, options.texts.split(",")), strict=True))
     lines = [
         "# Several tokens a step", "",
         f"Measured with `python benchmarks/medusa_smollm2.py` ({machine()}): SmolLM2-135M in fp32, greedy, {NEW} tokens after",

@@ -411,36 +411,55 @@ def test_what_the_search_does_not_find_is_refused_and_nothing_is_written(tmp_pat
 
 
 @pytest.fixture(scope="module")
-def held_out(smollm2_gguf):
-    """How many layers, the first pair that the search accepts, and the loss that a pair adds on unseen text."""
+def smollm2(smollm2_gguf):
+    """The model, and windows `(count, length)` of the text that searches see, and of the text that they do not."""
     from manyheads.convert.text import default_text, split, windows
 
     source = load_source(smollm2_gguf)
-    of = adopt(source.model)
-    calibration, rest = split(default_text())
-    found = kvsharer(of, windows(source.tokenizer, calibration, count=30, length=64), 1)
-    text = windows(source.tokenizer, rest, count=2, length=128)
+    seen, rest = split(default_text())
+    cut = lambda text: lambda count, length: windows(source.tokenizer, text, count=count, length=length)
+    return adopt(source.model), cut(seen), cut(rest)
+
+
+@pytest.fixture(scope="module")
+def damage(smollm2):
+    """The loss that a pair adds on text that no search sees."""
+    of, _, rest = smollm2
+    text = rest(2, 128)
     own, layers = loss(of, text), len(of.attentions)
 
-    def damage(reader, owner):
+    def added(reader, owner):
         with sharing(of, [owner if layer == reader else None for layer in range(layers)]):
             return loss(of, text) - own
 
-    return layers, found.shared[0][:2], damage
+    return added
+
+
+@pytest.fixture(scope="module")
+def lowest_tenth(smollm2, damage):
+    """Where the lowest tenth of pairs ends, of every eighth of all."""
+    every = [(reader, owner) for reader in range(len(smollm2[0].attentions)) for owner in range(reader)]
+    spread = sorted(damage(*each) for each in every[::8])
+    return spread[len(spread) // 10]
 
 
 @pytest.mark.slow
-def test_layer_5_of_smollm2_reads_layer_0_at_less_than_a_layer_reads_the_one_below(held_out):
-    layers, _, damage = held_out
-    adjacent = sorted(damage(layer, layer - 1) for layer in range(1, layers, 2))
+def test_layer_5_of_smollm2_reads_layer_0_at_less_than_a_layer_reads_the_one_below(smollm2, damage):
+    adjacent = sorted(damage(layer, layer - 1) for layer in range(1, len(smollm2[0].attentions), 2))
     assert damage(5, 0) < 0.1 < adjacent[len(adjacent) // 2]
 
 
 @pytest.mark.slow
+def test_the_pair_that_measured_damage_finds_is_among_the_least_harmful(smollm2, damage, lowest_tenth):
+    of, seen, _ = smollm2
+    (pair,) = least_damage(of, seen(4, 64), 1).shared
+    assert damage(*pair[:2]) <= lowest_tenth
+
+
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="measured: 27 reads 11 at 0.115 nats, where the lowest tenth ends at 0.066")
-def test_the_pair_that_kvsharer_finds_is_among_the_least_harmful(held_out):
-    """In the lowest tenth of pairs evenly spread over all: stated before it was measured, and not so."""
-    layers, pair, damage = held_out
-    every = [(reader, owner) for reader in range(layers) for owner in range(reader)]
-    spread = sorted(damage(*each) for each in every[::8])
-    assert damage(*pair) <= spread[len(spread) // 10]
+def test_the_pair_that_kvsharer_finds_is_among_the_least_harmful(smollm2, damage, lowest_tenth):
+    """Distance is no damage: the authors' own rule, which asks only that the last hidden states stay alike."""
+    of, seen, _ = smollm2
+    (pair,) = kvsharer(of, seen(30, 64), 1).shared
+    assert damage(*pair[:2]) <= lowest_tenth

@@ -8,7 +8,9 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
 import manyheads as mh
-from manyheads.core.cache import SLACK, Cache, Entry, Growing, Slots, State, Trial, write_stock
+from manyheads.core.buffers import SLACK, Growing, Slots
+from manyheads.core.cache import Cache, Trial, write_stock
+from manyheads.core.entries import Entry, State
 from manyheads.core.mask import Axis
 
 DIM, HEADS = 24, 4

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from manyheads.core.cache import Cache, Entry
+from manyheads.core.cache import Cache
+from manyheads.core.entries import Entry
 from manyheads.core.mask import Axis
 from manyheads.core.packing import Packing
 from manyheads.core.part import OptionError

@@ -92,7 +92,7 @@ def test_the_mask_by_brute_force(window, first):
 @pytest.mark.parametrize("padding", [(0, 0), (0, 150), (3, 90)])
 @pytest.mark.parametrize("block", [1, 17, 150])
 def test_a_long_window_forgets_all_but_the_first(padding, block, monkeypatch):
-    monkeypatch.setattr("manyheads.core.cache.SLACK", 2)
+    monkeypatch.setattr("manyheads.core.buffers.SLACK", 2)
     case = Case("gqa(kv_heads=2) + window(size=5, first=3)", tokens=260, padding=padding)
     layer, x, valid, cache, outs = case.layer(), case.x, case.valid, Cache(), []
     with torch.no_grad():

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyheads.attention.convolution import Depthwise, lag_state, lagged
-from manyheads.core.cache import State
 from manyheads.core.cost import Cost
+from manyheads.core.entries import State
 from manyheads.core.flow import Flow
 from manyheads.core.part import OptionError
 from manyheads.core.scan import Stream, decayed_sum, fading

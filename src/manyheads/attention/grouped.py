@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, OptionError, Project, Site
 

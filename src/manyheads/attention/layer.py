@@ -19,8 +19,9 @@ from transformers import EncoderDecoderCache
 from manyheads.attention import arguments
 from manyheads.attention.arguments import stock_axis
 from manyheads.attention.prefixes import why_whole, with_shared
-from manyheads.core.cache import Cache, Entry, read_stock, write_stock
+from manyheads.core.cache import Cache, read_stock, write_stock
 from manyheads.core.check import OptionError, check_share
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow, Links, Rows, View, check_pass
 from manyheads.core.kernel import FEW_ROWS, Bias, Call, Out, Plan, attend, plan_call
 from manyheads.core.mask import Axis, Given, Mask, Rule, causal

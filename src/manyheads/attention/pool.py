@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyheads.core.cache import State
+from manyheads.core.entries import State
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, Site
 

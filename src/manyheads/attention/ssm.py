@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from manyheads.attention.convolution import Depthwise, lag_state, lagged
 from manyheads.attention.steps import first_steps
-from manyheads.core.cache import State
 from manyheads.core.check import check_top
 from manyheads.core.cost import Cost
 from manyheads.core.dispatch import group
+from manyheads.core.entries import State
 from manyheads.core.flow import Flow
 from manyheads.core.part import OptionError
 from manyheads.core.router import Router

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.core import fla
-from manyheads.core.cache import Entry, State
 from manyheads.core.check import OptionError, check_whole
 from manyheads.core.cost import Cost
+from manyheads.core.entries import Entry, State
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Bias, Call, Out, Plan, Term, merge
 from manyheads.core.mask import Axis, Mask, Rule

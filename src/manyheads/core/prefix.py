@@ -17,9 +17,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from manyheads.core.cache import Cache, Entry, axis_left
+from manyheads.core.cache import Cache
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Rows, Shared
 from manyheads.core.mask import Axis
+from manyheads.core.store import axis_left
 
 
 @dataclass(eq=False)

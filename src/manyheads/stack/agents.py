@@ -33,7 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.attention import Attention
-from manyheads.core.cache import Cache, Entry
+from manyheads.core.cache import Cache
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow, Rows
 from manyheads.core.mask import Axis
 from manyheads.core.part import OptionError, Project, Transform

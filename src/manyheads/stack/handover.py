@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from manyheads.attention import Attention
-from manyheads.core.cache import SiteStore
 from manyheads.core.flow import Links
 from manyheads.core.mask import Axis
 from manyheads.core.prefix import Held, PrefixCache
+from manyheads.core.store import SiteStore
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 from manyheads.stack.requests import check
 

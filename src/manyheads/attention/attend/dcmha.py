@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyheads.attention.mixing import mixed
-from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, OptionError, Part, Program, Site
 from manyheads.core.registry import register

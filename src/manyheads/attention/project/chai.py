@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.attention.linkage import average_linkage
-from manyheads.core.cache import Entry, State
 from manyheads.core.cost import Cost, windows
+from manyheads.core.entries import Entry, State
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import FEW_ROWS, Call, Out, merge
 from manyheads.core.mask import Axis, Mask

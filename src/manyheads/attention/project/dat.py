@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.attention.relational import PositionSymbols, Relations, RelativeSymbols, SymbolicAttention
-from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Call, Out
 from manyheads.core.part import Heads, OptionError, Part, Project, Site

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import FEW_ROWS
 from manyheads.core.mask import Axis

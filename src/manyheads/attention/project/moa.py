@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
 from manyheads.core.dispatch import Groups, group
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, OptionError, Part, Project, Site
 from manyheads.core.registry import register

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.attention.latent import LatentProject, latent_cost, latent_layout, latent_widths, views_of
-from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow
 from manyheads.core.mask import Axis, Rule, cols_of, rows_of
 from manyheads.core.part import Heads, OptionError, Part, Site

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from manyheads.core.cache import Entry
 from manyheads.core.cost import Cost, windows
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow
 from manyheads.core.mask import Axis, Mask, causal
 from manyheads.core.part import Heads, OptionError, Part, Project, Site

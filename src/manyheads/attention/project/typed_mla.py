@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from manyheads.attention.latent import LatentProject, latent_cost, latent_layout, latent_widths, views_of
-from manyheads.core.cache import Entry
 from manyheads.core.check import check_whole
 from manyheads.core.cost import Cost, windows
+from manyheads.core.entries import Entry
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, Part, Site
 from manyheads.core.registry import register

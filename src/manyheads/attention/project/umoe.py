@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from manyheads.core.cache import Entry
 from manyheads.core.check import check_top, check_whole
 from manyheads.core.cost import Cost, windows
 from manyheads.core.dispatch import group
+from manyheads.core.entries import Entry
 from manyheads.core.experts import Act, Experts, borrow_experts, experts_cost, shared_cost, through
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, OptionError, Part, Project, Site

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.attention.convolution import lag_state, lagged
-from manyheads.core.cache import State
 from manyheads.core.cost import Cost
+from manyheads.core.entries import State
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Plan
 from manyheads.core.mask import Axis, Mask, causal, cols_of, rows_of

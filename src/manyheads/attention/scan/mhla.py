@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from manyheads.attention.token_blocks import TokenBlocks, grid_blocks, nearness
-from manyheads.core.cache import State
 from manyheads.core.cost import Cost
+from manyheads.core.entries import State
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Plan
 from manyheads.core.part import NONE, Heads, OptionError, Recurrence, Scan, Site

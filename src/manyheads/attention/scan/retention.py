@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from manyheads.core import fla
-from manyheads.core.cache import State
 from manyheads.core.cost import Cost
+from manyheads.core.entries import State
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, OptionError, Recurrence, Scan, Site
 from manyheads.core.registry import register

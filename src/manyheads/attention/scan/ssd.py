@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyheads.attention.steps import first_steps, step_range
-from manyheads.core.cache import State
 from manyheads.core.cost import Cost
+from manyheads.core.entries import State
 from manyheads.core.flow import Flow
 from manyheads.core.part import Heads, Recurrence, Scan, Site
 from manyheads.core.registry import register

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyheads.attention.chunks import Chunks, gathered, rows_in, ungathered
-from manyheads.core.cache import State
 from manyheads.core.cost import Cost
+from manyheads.core.entries import State
 from manyheads.core.flow import Flow
 from manyheads.core.kernel import Call, Deferred, Out, merge
 from manyheads.core.kernels.tiled import TILE_BYTES
