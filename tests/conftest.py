@@ -1,5 +1,6 @@
 """One environment for every test: offline, two threads (one each in parallel workers), a seed per test."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -18,6 +19,11 @@ import pytest
 import torch
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_finish():
+    """What imports and collection made stays: no collection of garbage looks through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

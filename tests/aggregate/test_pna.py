@@ -2,7 +2,6 @@
 
 import math
 import sys
-import types
 
 import pytest
 import torch
@@ -131,27 +130,33 @@ def test_groups_of_a_long_list_are_each_pooled_alone():
             dense(*bad)
 
 
-def test_as_an_aggregation_of_graphs(monkeypatch):
-    class Aggregation(torch.nn.Module):
-        """What torch_geometric's is called with."""
-
-        def __call__(self, x, index=None, ptr=None, dim_size=None, dim=-2, **more):
-            return super().__call__(x, index=index, ptr=ptr, dim_size=dim_size, dim=dim, **more)
-
-    if "torch_geometric" not in sys.modules:
-        for name in ("torch_geometric", "torch_geometric.nn", "torch_geometric.nn.aggr"):
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        sys.modules["torch_geometric.nn.aggr"].Aggregation = Aggregation
+def test_as_an_aggregation_of_graphs():
+    aggr = pytest.importorskip("torch_geometric.nn.aggr")
     agg = build("lcm", D).double()
     of_graph = as_pyg(agg)
-    assert isinstance(of_graph, Aggregation) and len(list(of_graph.parameters())) == len(list(agg.parameters()))
+    assert isinstance(of_graph, aggr.Aggregation) and len(list(of_graph.parameters())) == len(list(agg.parameters()))
     x, index = torch.randn(6, D).double(), torch.tensor([0, 0, 1, 1, 1, 3])
     found = of_graph(x, index, dim_size=4)
     torch.testing.assert_close(found, pool_groups(agg, x, index, 4))
+    torch.testing.assert_close(of_graph(x, index), found)
     torch.testing.assert_close(of_graph(x, ptr=torch.tensor([0, 2, 5, 5, 6])), found)
     torch.testing.assert_close(of_graph(x), agg(x[None]).out[0])
     with pytest.raises(ValueError, match="messages are"):
         of_graph(x[None], index)
+
+
+def test_in_message_passing_it_is_pna_of_torch_geometric():
+    library = pytest.importorskip("torch_geometric.nn")
+    sizes = torch.tensor([0, 1, 3, 1])  # nodes of 0, 1, 2 and 3 neighbours
+    others = ["mean", "max", "min"], ["identity", "amplification", "attenuation", "linear"]
+    theirs = library.aggr.DegreeScalerAggregation(*others, sizes)
+    agg = build(f"pna(statistics=[{', '.join(others[0])}], scalers=[{', '.join(others[1])}], learned=false)", D)
+    agg.fit(torch.arange(4).repeat_interleave(sizes))
+    edges = torch.tensor([[1, 2, 0, 3, 4, 0, 2, 3, 1, 4], [4, 0, 3, 1, 2, 2, 2, 1, 3, 0]])
+    x = torch.randn(6, D)  # the last node has no neighbour
+    wanted, found = (library.SimpleConv(aggr=each)(x, edges) for each in (theirs, as_pyg(agg)))
+    assert (found[:5] != 0).all() and (found[5] == 0).all()
+    torch.testing.assert_close(found, wanted)
 
 
 def test_without_torch_geometric_it_says_what_to_install(monkeypatch):

@@ -21,7 +21,7 @@ QUICK = ["--steps", "8", "--batch", "2x32", "--every", "4", "--lr", "1e-2", "--e
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_text(short_texts):
+def short_text(short_jobs):
     with pytest.MonkeyPatch.context() as patch:
         text = default_text()[:40_000]
         patch.setattr(job, "default_text", lambda: text)

@@ -1,5 +1,6 @@
 """Text that is never whole in memory: the same characters as if it were, and the same windows each time."""
 
+import json
 import sys
 import types
 
@@ -155,29 +156,38 @@ def test_too_few_documents_are_told(monkeypatch):
         made.batch(0, 0, 1, 8, slice(None))
 
 
-class Rows(list):
-    def skip(self, number):
-        return self[number:]
+def test_a_data_set_is_read_through_datasets(tmp_path):
+    pytest.importorskip("datasets")
+    texts = [f"{number} Köpfe\n" for number in range(7)]
+    for name, lines in (
+        ("whole", [{"id": 1, "title": "t", "text": text} for text in texts]),
+        ("titles", [{"id": 1, "title": text} for text in texts]),
+        ("numbers", [{"id": 1}]),
+    ):
+        for at, part in enumerate((lines[:3], lines[3:])):  # of two files, read in the order of their names
+            (tmp_path / name).mkdir(exist_ok=True)
+            if part:
+                (tmp_path / name / f"train-{at}.jsonl").write_text("\n".join(map(json.dumps, part)), encoding="utf-8")
+    for name in ("whole", "titles"):
+        read = documents(f"{tmp_path / name}")
+        assert list(read(0)) == texts and list(read(5)) == texts[5:] and list(read(7)) == []
+    name = f"{tmp_path / 'whole'}"
+    found = StreamWindows(Bytes(), documents(name), name).batch(0, 0, 2, 8, slice(None))
+    assert torch.equal(found, StreamWindows(Bytes(), lambda at: iter(texts[at:]), name).batch(0, 0, 2, 8, slice(None)))
+    with pytest.raises(ValueError, match=r"datasets:.*numbers has no field of text; it has id"):
+        documents(f"{tmp_path / 'numbers'}")
+    with pytest.raises(ValueError, match="datasets:nobody/nothing cannot be opened: "):
+        documents("nobody/nothing")
 
 
-def test_a_data_set_is_read_through_datasets(monkeypatch):
-    asked = []
-
-    def load_dataset(*args, **options):
-        asked.append((args, options))
-        return Rows([{"id": 1, "title": "t", "text": "one"}, {"id": 2, "title": "u", "text": "two"}])
-
-    module = types.ModuleType("datasets")
-    module.load_dataset = load_dataset
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    assert list(documents("owner/name:config")(1)) == ["two"]
-    assert asked == [(("owner/name", "config"), {"split": "train", "streaming": True})]
-    module.load_dataset = lambda *args, **options: Rows([{"id": 1}])
-    with pytest.raises(ValueError, match="datasets:a/b has no field of text; it has id"):
-        documents("a/b")
-    module.load_dataset = lambda *args, **options: 1 / 0
-    with pytest.raises(ValueError, match="datasets:a/b cannot be opened: division by zero"):
-        documents("a/b")
+def test_a_data_set_of_the_hub_is_named_with_its_configuration(monkeypatch):
+    library, asked = types.ModuleType("datasets"), []
+    library.load_dataset = lambda *args, **options: asked.append((args, options)) or [{"text": "one"}]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    documents("owner/name:config")
+    documents("owner/name")
+    same = {"split": "train", "streaming": True}
+    assert asked == [(("owner/name", "config"), same), (("owner/name", None), same)]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"manyheads\[datasets\]"):
         documents("a/b")

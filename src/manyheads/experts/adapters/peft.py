@@ -57,4 +57,4 @@ def to_peft(found: Adapters, folder: str | Path, task_type: str | None = "CAUSAL
     PolyConfig(
         r=like.rank, target_modules=sorted(packed), n_tasks=like.tasks, n_skills=like.skills, n_splits=like.splits,
         task_type=task_type, inference_mode=True,
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(str(folder))  # fmt: skip
