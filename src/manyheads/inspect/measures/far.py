@@ -8,13 +8,13 @@ moments are those of far keys or of keys kept from before is not public: far one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import inf, log
+from math import inf
 
 import torch
 from torch import Tensor
 
 from manyheads.core.mask import Axis
+from manyheads.core.moments import KeyMoments, gaussian_lse
 from manyheads.inspect.look import Look
 from manyheads.inspect.measures.maps import Behind, First
 
@@ -65,7 +65,7 @@ def predicted_share(look: Look, first: int = 4, window: int = 128) -> Tensor:
         scores = tile.scores.masked_fill(~far, 0.0)
         mean = scores.sum(-1) / n.clamp_min(1)
         spread = (scores - mean[..., None]).masked_fill(~far, 0.0).square().sum(-1) / n.clamp_min(1)
-        there = (n.to(mean).log() + mean + spread / 2).masked_fill(n == 0, -torch.inf)
+        there = gaussian_lse(n, mean, spread)
         here = tile.scores.masked_fill(~(tile.visible & within), -torch.inf).logsumexp(-1)
         found.append((here - there).sigmoid())
     return torch.cat(found, 2)
@@ -86,42 +86,4 @@ def agreement(least: float = 0.6, first: int = 4, window: int = 128) -> Callable
     return agrees
 
 
-@dataclass
-class KeyMoments:
-    """Count n, mean `[G, E]` and covariance `[G, E, E]` of keys that left the window, updated as they leave."""
-
-    n: int
-    mean: Tensor
-    covariance: Tensor
-
-    @classmethod
-    def of(cls, keys: Tensor) -> KeyMoments:
-        """Of keys `[G, S, E]`."""
-        mean = keys.mean(1)
-        apart = keys - mean[:, None]
-        return cls(keys.shape[1], mean, apart.mT @ apart / keys.shape[1])
-
-    def add(self, keys: Tensor) -> KeyMoments:
-        """With more keys `[G, S, E]`: what `of` gives of all of them."""
-        new = KeyMoments.of(keys)
-        n = self.n + new.n
-        step = new.mean - self.mean
-        between = self.n * new.n / n**2 * step[:, :, None] * step[:, None]
-        covariance = (self.n * self.covariance + new.n * new.covariance) / n + between
-        return KeyMoments(n, self.mean + step * new.n / n, covariance)
-
-    def lse(self, q: Tensor, scale: float) -> Tensor:
-        """log n + scale · μᵀq + scale² qᵀΣq / 2 of queries `[H, E]`, H/G of them a key head: `[H]`.
-
-        Above or below the truth by what the scores are not Gaussian; without Σ it is a lower bound (Jensen).
-        """
-        each = q.unflatten(0, (len(self.mean), -1))
-        mean = scale * torch.einsum("ghe,ge->gh", each, self.mean)
-        spread = scale**2 * torch.einsum("ghe,gef,ghf->gh", each, self.covariance, each)
-        return (log(self.n) + mean + spread / 2).flatten()
-
-    def local(self, near: Tensor, q: Tensor, scale: float, least: float) -> Tensor:
-        """Whether near keys with this log-sum-exp `[H]` are enough, bool `[H]`."""
-        if not 0 < least < 1:
-            return torch.full_like(near, least == 0, dtype=torch.bool)
-        return near - self.lse(q, scale) >= log(least / (1 - least))
+__all__ = ["KeyMoments", "Near", "agreement", "local", "near_share", "predicted_local", "predicted_share"]
