@@ -114,6 +114,23 @@ def test_a_row_without_tokens_is_zero_and_passes_no_gradient(options):
 
 
 @pytest.mark.parametrize("options", every())
+def test_no_rows_give_no_results_of_the_usual_shape_and_rows_of_padding_zeros(options):
+    agg, (x, mask, more) = made(options), given(options)
+    none, of_none = agg(x, torch.zeros_like(mask), **more), rows_of(more, slice(0))
+    assert all(each is None or (each == (-1 if each is none.assign else 0)).all() for each in none)
+    found = [agg(x[:0], mask[:0], **of_none), agg(x[:0], **of_none)]
+    if options.repeats:
+        found.append(agg(x[:0], size=torch.ones(0, x.shape[1]), **of_none))
+    if isinstance(agg, Streamed) and agg.exact:
+        found.append(agg.finalize(agg.update(agg.init(0), x[:0])))
+    for one, two in [(each, two) for no in found for each, two in zip(no, agg(x, **more), strict=True)]:
+        assert one is None or (len(one), one.dim()) == (0, two.dim())
+    assert {each.out.shape[-1] for each in found} == {none.out.shape[-1]}
+    if options.tokens() is None:
+        assert agg(x[:0, :0], **of_none).out.shape[::2] == found[0].out.shape[::2]
+
+
+@pytest.mark.parametrize("options", every())
 def test_the_order_of_a_set_does_not_count(options):
     if options.ordered or options.merges:
         pytest.skip("the order of its tokens counts, or it is one of its results")

@@ -186,6 +186,16 @@ def test_all_is_undone_after_an_error(x):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("line", ["atc(keep=0.5)", "token_prune_merge", "httm"])
+def test_a_model_merges_once_at_a_time(line, x):
+    model, other = encoder("gqa"), encoder("gqa")
+    with merging(model, "atc(keep=0.5)"), merging(other, line):
+        for one in (model, other):
+            with pytest.raises(ValueError, match="this model merges already"):
+                entered(one, line)
+        assert model(x).shape[1] < x.shape[1]
+
+
 def entered(model, line, **options):
     with merging(model, line, **options):
         pass

@@ -170,3 +170,7 @@ def test_what_does_not_fit_is_refused():
         Volume(0)
     with pytest.raises(OptionError, match="chunk is at least 1"):
         Volume(2).score(audio, image, chunk=0)
+    for none in (audio[..., :0], audio[:, :, :0]):
+        with pytest.raises(ValueError, match=r"a volume is .* one each at least"):
+            Volume(2).score(none, image)
+    assert Volume(2).score(audio, image[:0]).shape == (3, 0) and Volume(2).score(audio[:0], image).shape == (0, 4)

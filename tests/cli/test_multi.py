@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shutil
 import sys
 
 import pytest
@@ -115,6 +116,42 @@ def test_predictions_are_in_the_labels_own_terms_and_gaps_are_no_hindrance(train
     assert again.code == 0 and len(again.out.splitlines()) == 201 and "note: wage: rmse" in again.err
 
 
+@pytest.mark.parametrize(("damage", "says"), [
+    (lambda told: told.pop("heads"), "heads.json is damaged: it lacks 'heads'"),
+    (lambda told: told.pop("trunk"), "heads.json is damaged: it lacks 'trunk'"),
+    (lambda told: told.pop("classes"), "heads.json is damaged: it lacks 'classes'"),
+    (lambda told: told["heads"]["kind"].pop("kind"), "heads.json is damaged: it lacks 'kind'"),
+    (lambda told: told["heads"]["kind"].update(what=1), "heads.json is damaged: .*'what'"),
+    (lambda told: told.update(heads=["kind"]), "heads.json is damaged: "),
+    (lambda told: told["columns"].pop(), "heads.json is damaged: its columns are . features, and its trunk reads"),
+    (lambda told: told["columns"][0].pop("name"), "heads.json is damaged: .*'name'"),
+    (lambda told: told["trunk"].update(width=32), "head 'wage' is .*'width': 64.* in the folder, and "),
+    (lambda told: told["trunk"].update(layers=3), "model.safetensors: it has no weights of 'trunk.6.weight'"),
+    (lambda told: told["columns"].pop() and told["trunk"].update(inputs=5),
+     r"model.safetensors: 'trunk.0.weight' is \[64, 7\] there, and \[64, 5\] in this model"),
+    (lambda told: told["heads"].pop("kind"), "model.safetensors: it has weights of head 'kind'"),
+    (lambda told: told["heads"].update(new=told["heads"]["kind"]) or told["classes"].update(new=["x", "y"]),
+     "model.safetensors: it has no weights of head 'new'"),
+])  # fmt: skip
+def test_a_folder_whose_description_is_damaged_says_where(trained, tmp_path, damage, says):
+    folder, out = trained[0] / "out", tmp_path / "out"
+    shutil.copytree(folder, out)
+    told = json.loads((out / "heads.json").read_text(encoding="utf-8"))
+    damage(told)
+    (out / "heads.json").write_text(json.dumps(told), encoding="utf-8")
+    error = refused("multi", "predict", out, trained[0] / "table.csv", "--out", tmp_path / "said.csv")
+    assert re.search(says, error) and str(out) in error and not (tmp_path / "said.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["heads.json", "model.safetensors"])
+@pytest.mark.parametrize("keep", [5, -5])
+def test_a_file_that_is_cut_is_named(trained, tmp_path, name, keep):
+    out = tmp_path / "out"
+    shutil.copytree(trained[0] / "out", out)
+    (out / name).write_bytes((out / name).read_bytes()[:keep])
+    assert f"{out / name} is damaged: " in refused("multi", "predict", out, trained[0] / "table.csv")
+
+
 def test_a_label_that_is_not_known_leaves_no_file(trained):
     folder, _ = trained
     new = write(folder / "wrong.csv", {"a": ["1"], "city": ["Ulm"], "noise": ["0"], "kind": ["bird"]})
@@ -158,7 +195,7 @@ def test_a_folder_says_which_head_is_more_or_less_than_the_code(tmp_path):
     ("empty", "head 'empty': its label is missing everywhere"),
     ("kind:classification(classes=1)", "head 'kind': .*at least 2"),
     ("stars:classification(classes=3)", "head 'stars': label '4' is one of 4, but"),
-    ("kind:regression", "head 'kind': could not convert|head 'kind'.*'x'"),
+    ("kind:regression", r"head 'kind': row \d+ below the names: '[xy]' is no finite number"),
     ("a:span", "head 'a': a column of a table is no label of span"),
     ("kind:tree", "head 'kind': there is no head 'tree'|no head 'tree'"),
     ("same", "head 'same': every label is 's'"),
@@ -173,17 +210,21 @@ def test_targets_that_cannot_be(tmp_path, columns, targets, says):
 def test_tables_that_cannot_be_read(tmp_path, trained):
     path = tmp_path / "t.csv"
     for text, says in (
-        ("a,b\n1\n", "row 2 has 1 cells"),
+        ("a,b\n1\n", "row 1 below the names has 1 of 2 cells"),
         ("a,a\n1,2\n", "two columns are named 'a'"),
         ("a\n", "at least one row"),
+        (f'a,b\n\n1,2\n1,"{"x" * 200_000}"\n', f"{path}, line 4: field larger"),
+        ("a,city\n1,Ulm\n2,Köln\n", f"{path}, line 3: this is not UTF-8"),
     ):
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="latin-1")
         assert says in refused("multi", "train", path, "--targets", "a", "--out", tmp_path / "o")
     folder, _ = trained
     path.write_text("a,city\n1,Ulm\n", encoding="utf-8")
     assert "no column 'noise', which the model reads" in refused("multi", "predict", folder / "out", path)
     path.write_text("a,city,noise\n1,Ulm,loud\n", encoding="utf-8")
-    assert "column 'noise' holds numbers" in refused("multi", "predict", folder / "out", path)
+    assert "column 'noise' holds numbers; row 1 below the names: 'loud' is no" in refused(
+        "multi", "predict", folder / "out", path
+    )
     assert "exists already" in refused("multi", "train", path, "--targets", "a", "--out", folder / "out")
     assert "no folder of a model" in refused("multi", "predict", tmp_path, path)
 
@@ -234,19 +275,37 @@ def test_pictures_lie_beside_the_table_or_where_it_is_said(tmp_path):
     said = tmp_path / "said.csv"
     ran = run("multi", "predict", tmp_path / "o", tmp_path / "u.csv", "--folder", tmp_path / "p", "--out", said)
     assert ran.code == 0 and read_table(said)["kind"] == labels, ran
-    assert "row 1: " in refused("multi", "predict", tmp_path / "o", tmp_path / "u.csv")
+    assert "column 'file', row 1 below the names: " in refused("multi", "predict", tmp_path / "o", tmp_path / "u.csv")
 
 
 @pytest.mark.parametrize(("options", "says"), [
     (["--compare", "double"], "compare='double': models of one head, 'single'"),
     (["--encoder", "x"], "encoder='x' reads columns of text, and none is named"),
     (["--text", "gone"], "has no column 'gone'"),
-    (["--text", "kind"], "column 'kind' is named twice"),
-    (["--text", "city", "--image", "city"], "column 'city' is named twice"),
+    (["--text", "kind"], "column 'kind' is in targets and in text; it can be in one of them"),
+    (["--text", "city", "--image", "city"], "column 'city' is in text and in image;"),
+    (["--drop", "city", "--image", "city"], "column 'city' is in drop and in image;"),
+    (["--width", "0"], "error: width is at least 1, not 0"),
+    (["--patience", "-1"], "error: patience is at least 1, not -1"),
+    (["--image-size", "0"], "error: image_size is at least 1, not 0"),
+    (["--dropout", "1"], "error: dropout is a number of at least 0 and below 1, not 1.0"),
+    (["--lr", "nan"], "error: lr is a number above 0, not nan"),
+    (["--seed", "99999999999999999999"], "error: seed is a whole number from 0 to 2^63 - 1"),
 ])  # fmt: skip
 def test_options_that_cannot_be(tmp_path, columns, options, says):
     path = write(tmp_path / "table.csv", columns)
     assert says in refused("multi", "train", path, "--targets", "kind", "--out", tmp_path / "out", *options)
+
+
+def test_text_among_numbers_is_noted(tmp_path):
+    path = write(tmp_path / "t.csv", {"a": [*range(24), *["l0"] * 6], "b": ["x", "y"] * 15, "c": ["1", "2", "O"] * 10})
+    told = ("--targets", "b,c", "--out", tmp_path / "o", "--epochs", "1")
+    ran = run("multi", "train", path, *told)
+    assert (
+        "column 'a' is read as texts: 6 of 30 cells are no numbers, the first in row 25 below the names, 'l0'"
+        in ran.err
+    )
+    assert "column 'c' is read as texts: 10 of 30" in ran.err and "column 'b' is" not in ran.err
 
 
 def test_without_plotly_there_is_a_note_and_no_page(tmp_path, columns, monkeypatch):

@@ -28,6 +28,13 @@ def test_clusters_are_those_of_scipy(kind):
             assert all(min(i for i, x in enumerate(labels) if x == label) == label for label in labels)
 
 
+def test_no_problems_and_nothing_to_join():
+    for shape in ((0, 4), (2, 0), (0, 0)):
+        valid = torch.ones(shape, dtype=torch.bool)
+        assert agglomerate(torch.zeros(*shape, shape[1]), 2, valid=valid).shape == shape
+        assert agglomerate(torch.zeros(*shape, shape[1]), torch.ones(shape[0])).shape == shape
+
+
 def test_single_linkage_cuts_the_minimum_spanning_tree():
     apart = distances(1, 9)[0]
     within, edges = {0}, []

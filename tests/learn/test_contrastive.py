@@ -190,6 +190,26 @@ def test_what_is_refused():
         adaptive_contrast(rows(2, 3, 4), rows(2, 3, 4), rows(1, 3, 4), 0.1)
     with pytest.raises(ValueError, match="an anchor has no negative"):
         adaptive_simclr(rows(2, 1, 4), rows(2, 1, 4), 0.1)
+    for wrong in ((rows(2, 0, 4), rows(2, 0, 4)), (rows(0, 3, 4), rows(0, 3, 4))):
+        with pytest.raises(ValueError, match="none of them 0"):
+            adaptive_simclr(*wrong, 0.1)
+        with pytest.raises(ValueError, match="without a 0"):
+            adaptive_simsiam(*wrong, *wrong, 0.1)
+    with pytest.raises(ValueError, match="none of them 0"):
+        adaptive_contrast(rows(2, 3, 4), rows(2, 3, 4), rows(2, 0, 4), 0.1)
+    with pytest.raises(ValueError, match="are not twice the same"):
+        adaptive_simclr(rows(2, 3, 4), rows(2, 3, 5), 0.1)
+    with pytest.raises(ValueError, match=r"features are \[B, 6\], not \[2, 5\]"):
+        Projections(6)(rows(2, 5))
+    for shapes in (
+        ((2, 3, 5), (2, 3, 5)),
+        ((3, 3, 4), (3, 3, 4)),
+        ((2, 3, 4), (2, 2, 4)),
+        ((2, 4), (2, 1, 4)),
+        ((4,), (4,)),
+    ):
+        with pytest.raises(ValueError, match=r"pairs are \[2, …, 4\] each, not"):
+            Temperature(4, 2)(*(torch.zeros(shape) for shape in shapes))
     with pytest.raises(ValueError, match="barred is"):
         adaptive_contrast(rows(2, 3, 4), rows(2, 3, 4), rows(2, 5, 4), 0.1, barred=torch.zeros(3, 3).bool())
     with pytest.raises(ValueError, match="one shape"):

@@ -114,6 +114,8 @@ def test_what_is_refused():
         Dense(overlap=-1.0)
     with pytest.raises(ValueError, match=r"scores are \[B, B\]"):
         paired_contrast(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"scores are \[B, B\]"):
+        paired_contrast(torch.zeros(0, 0))
     with pytest.raises(ValueError, match="a volume is"):
         Dense()(volume()[:, :2], aggregate, Calibration())
     with pytest.raises(ValueError, match=r"valid is \[3, 4\], but the volume needs \[3, 5\]"):

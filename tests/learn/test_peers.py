@@ -83,6 +83,10 @@ def test_embeddings_are_met_by_direction_alone():
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"not \[3, 4, 5\] and \[2, 2, 4, 5\]"):
         from_peers(logits(3, 4, 5), logits(2, 2, 4, 5))
+    with pytest.raises(ValueError, match="none of them 0"):
+        from_peers(torch.zeros(3, 0, 5), torch.zeros(2, 3, 0, 5))
+    with pytest.raises(ValueError, match="candidates are"):
+        most_confident(torch.zeros(0, 4, 5))
     with pytest.raises(ValueError, match="shift=2"):
         from_peers(logits(3, 4, 5), logits(2, 3, 4, 5), shift=2)
     with pytest.raises(ValueError, match="map them to one width"):

@@ -48,3 +48,13 @@ def test_what_is_refused():
         relation_loss(rows(6), rows(9), 2)
     with pytest.raises(ValueError, match="the teacher's k is"):
         relation_loss(rows(6), rows(6, tokens=5), 2)
+    with pytest.raises(ValueError, match="heads is at least 1"):
+        relation_loss(rows(6), rows(6), 0)
+    with pytest.raises(ValueError, match="a pair is two of q, k and v"):
+        relation_loss(rows(6), rows(6), 2, pairs=["qx"])
+    with pytest.raises(ValueError, match="pairs are none"):
+        relation_loss(rows(6), rows(6), 2, pairs=[])
+    with pytest.raises(ValueError, match="the student's q is"):
+        relation_loss(rows(6, tokens=0), rows(6, tokens=0), 2)
+    with pytest.raises(ValueError, match=r"valid is \[4\], not \[2, 4\]"):
+        relation_loss(rows(6), rows(6), 2, valid=torch.ones(4))

@@ -82,6 +82,12 @@ def test_what_is_refused():
     outputs, target = made()
     with pytest.raises(ValueError, match="outputs are"):
         best_output(outputs, target[:, :1])
+    for none in (outputs[:0], outputs[:, :0], outputs[..., :0], torch.zeros(0), []):
+        with pytest.raises(ValueError, match="none of them 0"):
+            best_output(none, target[:0])
+    for wrong in (dict(relaxed=1.5), dict(relaxed=-0.1), dict(temperature=-1.0), dict(temperature=math.nan)):
+        with pytest.raises(ValueError, match="from 0 on"):
+            best_output(outputs, target, **wrong)
     with pytest.raises(ValueError, match="loss='l1'"):
         best_output(outputs, target, loss="l1")
     with pytest.raises(ValueError, match="charbonnier is of images"):

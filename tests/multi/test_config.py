@@ -7,6 +7,7 @@ import pytest
 from manyheads.multi.config import settings
 
 OPTIONS = {"targets": None, "out": None, "drop": "", "text": "", "image": "", "folder": None, "width": 64, "lr": 3e-3}
+OPTIONS["balance"] = "sum"
 
 
 def write(path, text):
@@ -21,6 +22,7 @@ def test_the_command_line_overrides_a_file_and_paths_are_from_its_folder(tmp_pat
     assert told == {
         "table": tmp_path / "t.csv", "targets": {"age": "regression", "kind": None}, "out": tmp_path / "o",
         "folder": tmp_path / "pictures", "width": 32, "lr": 0.01, "drop": ("id", "7"), "text": ("a", "b"), "image": (),
+        "balance": "sum",
     }  # fmt: skip
     told = settings(path, OPTIONS | {"width": 16, "out": Path("here")}, ["width", "out"])
     assert told["width"] == 16 and told["out"] == Path("here")
@@ -41,6 +43,8 @@ def test_a_table_is_itself():
     ("table: t.csv\nwidth: 2.5\n", "width is a whole number, not 2.5"),
     ("table: t.csv\nwidth: wide\n", "width is a whole number, not 'wide'"),
     ("table: t.csv\nlr: [1]\n", r"lr is a number, not \[1\]"),
+    ("table: t.csv\nout: o\ntargets: 5\n", "c.yaml: targets are columns, `age,kind`, not 5"),
+    ("table: t.csv\nout: o\nbalance: 5\n", "c.yaml: balance is text, not 5"),
     ("- a\n", "options by name are expected, not list"),
     ("a: [\n", "line 2: no YAML"),
 ])  # fmt: skip

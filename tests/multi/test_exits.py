@@ -104,8 +104,15 @@ def test_leaving_early_takes_the_first_sure_exit_and_stops_the_trunk():
     for index, block in enumerate(net.trunk):
         block.register_forward_hook(lambda *_, index=index: ran.append(index))
     assert set(leave_early(net, x, exits=names, confidence=0.0)[1].tolist()) == {0} and ran == [0]
-    assert set(leave_early(net, x, exits=names, confidence=1.1)[1].tolist()) == {2}
+    assert set(leave_early(net, x, exits=names, confidence=1.0)[1].tolist()) == {2}
     with pytest.raises(ValueError, match="not in the order"):
-        leave_early(net, x, exits=["y@2", "y@0"], confidence=1.1)
+        leave_early(net, x, exits=["y@2", "y@0"], confidence=1.0)
     with pytest.raises(ValueError, match="head 'z': there is no such head"):
         leave_early(net, x, exits=["z"], confidence=0.5)
+    with pytest.raises(ValueError, match="at least one exit"):
+        leave_early(net, x, exits=[], confidence=0.5)
+    for wrong in (1.1, -0.1, float("nan"), None):
+        with pytest.raises(ValueError, match="confidence is a probability, from 0 to 1, not"):
+            leave_early(net, x, exits=names, confidence=wrong)
+    assert leave_early(net, x, exits="y", confidence=0.5)[1].tolist() == [0] * 20
+    assert set(exits("y", "classification(classes=3)", "10")) == {"y@10", "y"}

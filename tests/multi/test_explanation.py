@@ -105,5 +105,11 @@ def test_what_is_refused():
         Explanation(3, hidden=4)
     with pytest.raises(ValueError, match="head 'z': it is no explanation head"):
         explain(model(), x(), heads=["z"])
+    for wrong in (torch.full((len(x()),), 3), torch.full((len(x()),), -1)):
+        with pytest.raises(ValueError, match=r"head 'y': class -?\d is none of 0 to 2"):
+            explain(model(), x(), heads="y", classes=wrong)
+    for wrong in (torch.zeros(1).long(), torch.zeros(len(x()))):
+        with pytest.raises(ValueError, match="head 'y': classes are whole numbers"):
+            explain(model(), x(), heads="y", classes=wrong)
     with pytest.raises(ValueError, match="grids"):
         saliency([torch.rand(2, 4)], grids=[(2, 3)])

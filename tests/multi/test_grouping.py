@@ -169,6 +169,8 @@ def test_what_is_refused():
         cross_errors(least_squares, [(torch.zeros(4, 2), torch.zeros(3))])
     with pytest.raises(ValueError, match="a batch has no targets"):
         affinity(model(), [{"input": batch()[0]}])
+    with pytest.raises(ValueError, match="no batches"):
+        affinity(model(), [])
     with pytest.raises(ValueError, match="sure is"):
         DataMap(2, 3).update(torch.arange(3), torch.zeros(1, 3))
     with pytest.raises(ValueError, match="twice"):

@@ -173,6 +173,7 @@ def test_pools_leave_padding_out_and_a_row_of_padding_is_zero():
     mask = torch.tensor([[True, True, False], [False, False, False]])
     for pool, value in (("mean", 3.0), ("max", 5.0), ("first", 1.0), ("last", 5.0)):
         assert pooled(x, pool, mask).flatten().tolist() == [value, 0.0]
+        assert pooled(x[:, :0], pool).flatten().tolist() == [0.0, 0.0] and pooled(x[:0], pool).shape == (0, 1)
 
 
 def test_names_that_modules_have_themselves():
@@ -183,6 +184,21 @@ def test_names_that_modules_have_themselves():
     )
 
 
+def test_a_bare_name_is_one_head():
+    net, x = MultiHead(nn.Linear(2, 4), dict.fromkeys(["kind", "k", "i", "n", "d"], "regression")), torch.randn(3, 2)
+    assert list(net.extract("kind").heads) == list(net(x, heads="kind").outputs) == [*net.predict(x, heads="kind")]
+    assert list(net.predict(x, heads="kind")) == ["kind"]
+
+
+@pytest.mark.parametrize("between", [None, "mmoe(experts=2)"])
+def test_heads_of_names_alike_have_weights_apart(between):
+    names = ["a.b", "a%2Eb", "a%252Eb", "a%b", "%", ".", "%25", ""]
+    net = MultiHead(nn.Linear(2, 4), dict.fromkeys(names, "regression(pool=mean)"), between=between)
+    assert len({id(net.net(name)) for name in names}) == len(names) == len(net.nets)
+    one = net.extract(["a%2Eb"])
+    assert len(one.nets) == 1 and one.net("a%2Eb").weight.equal(net.net("a%2Eb").weight)
+
+
 @pytest.mark.parametrize(("made", "says"), [
     (lambda: MultiHead(trunk(), [("a", "regression"), ("a", "span")]), "head 'a': two heads have this name"),
     (lambda: MultiHead(trunk(), {"a": "regresion"}), "head 'a': there is no head 'regresion'"),
@@ -190,6 +206,8 @@ def test_names_that_modules_have_themselves():
     (lambda: MultiHead(trunk(), {"a": Regression(features="9")}), "head 'a': the trunk has no submodule '9'"),
     (lambda: MultiHead(nn.Tanh(), {"a": "regression"}), "head 'a': how wide .* give width="),
     (lambda: MultiHead(trunk(), {"a": "matryoshka(classes=2, slices=[4, 16])"}), "head 'a': slices=.*only 8 wide"),
+    (lambda: MultiHead(trunk(), {1: "regression"}), "head 1: names are text"),
+    (lambda: MultiHead(trunk(), ["regression"]), "heads are a dict by name, or pairs"),
     (lambda: MultiHead(trunk(), {}), "at least one head"),
     (lambda: MultiHead(trunk(), {"a": "density"}, balance="uncertainty"), "head 'a': .*may go below"),
 ])  # fmt: skip

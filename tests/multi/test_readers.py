@@ -48,7 +48,7 @@ def test_pictures_are_pixels_from_minus_one_to_one(tmp_path):
     assert not found[1].any() and (found[2] == 1).all()
     (tmp_path / "c.png").write_text("no picture")
     for name, says in (("c.png", "no picture that can be read"), ("d.png", "no such file")):
-        with pytest.raises(ValueError, match=f"column 'p', row 2: .*{name}: {says}"):
+        with pytest.raises(ValueError, match=f"column 'p', row 2 below the names: .*{name}: {says}"):
             Picture("p").features([None, str(tmp_path / name)])
 
 

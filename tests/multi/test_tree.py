@@ -157,6 +157,10 @@ def test_untie_gives_a_trunk_of_its_own_even_to_a_single_module():
     assert net.trunk.weight.grad is None and len(net.serving("b")) == 2
     net.untie("a")  # has one already
     assert len(net.nodes) == 2
+    with pytest.raises(ValueError, match="there is no head 'z'; there are 'a', 'b'"):
+        net.untie("z")
+    with pytest.raises(ValueError, match="untie needs the name"):
+        net.untie([])
 
 
 def test_frozen_modules_neither_learn_nor_change_their_statistics_and_copies_stay_frozen():
@@ -242,6 +246,21 @@ def test_a_folder_knows_how_the_trunk_branches(tmp_path):
         assert again.nodes == each.nodes
     with pytest.raises(ValueError, match="branches already"):
         again.regrow([])
+    with pytest.raises(ValueError, match="and not each of"):
+        MultiHead(flat(), {"a": "regression", "b": "regression"}, width=6).regrow([{"heads": ["a", "c"]}])
+
+
+def test_modules_of_names_alike_branch_apart():
+    trunk = nn.Sequential(nn.Linear(5, 6), nn.Sequential())
+    for name in ("a%2Eb", "a%b", "%25"):
+        trunk[1].add_module(name, nn.Linear(6, 6))
+    net, x = MultiHead(trunk, {"a": "regression", "b": "regression"}, width=6), torch.randn(3, 5)
+    before = net(x).outputs
+    net.split("1.a%2Eb", [["a"], ["b"]])
+    assert all(torch.equal(net(x).outputs[name], before[name]) for name in before)
+    own = {key.removeprefix("trunk.1.") for key in net.serving("b") if "trunk.1.a%2Eb" in key}
+    assert own == {"a%2Eb.weight", "a%2Eb.bias"}
+    assert set(net.branches["1"]) == {"trunk%2E1%2Ea%25b", "trunk%2E1%2E%2525"}
 
 
 class Peeking(nn.Module):
@@ -269,6 +288,8 @@ def test_a_module_whose_weights_are_read_past_its_forward_is_still_the_nodes_own
     ("2", [["a", "b"], ["b", "c", "d"]], "no partition"),
     ("2", [["a", "b", "c", "d"], []], "no partition"),
     ("2", [["a", "b"], ["c", "e"]], "there is no head 'e'; there are 'a', 'b', 'c', 'd'"),
+    ("2", ["ab", "cd"], "groups are lists of heads' names"),
+    ("2", "abcd", "groups are lists of heads' names"),
     ("9", [["a", "b"], ["c", "d"]], "no submodule '9'; trunk has '0', '1'"),
     ("4.1", [["a", "b"], ["c", "d"]], "nothing of the trunk that learns comes after '4.1'"),
 ])  # fmt: skip

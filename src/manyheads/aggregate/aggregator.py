@@ -100,6 +100,12 @@ class Aggregator(nn.Module):
         made = self.options.tokens()
         if made is not None and x.shape[1] != made:
             raise ValueError(f"{self.options.name}: it was built for {made} tokens, x has {x.shape[1]}")
+        if not len(x):  # of no rows, what one row has but the row
+            more = {"size": size, "query": query, "cond": cond}
+            one = self(x.new_zeros(1, *x.shape[1:]), **{
+                what: None if each is None else each.new_ones(1, *each.shape[1:]) for what, each in more.items()
+            })  # fmt: skip
+            return Pooled(*(None if each is None else each[:0] for each in one))
         if not x.shape[1]:
             x, mask = x.new_zeros(len(x), 1, self.width), mask.new_zeros(len(x), 1)
             size = None if size is None else size.new_zeros(len(x), 1)
@@ -154,7 +160,7 @@ class Aggregator(nn.Module):
         out = self(torch.stack(list(parts), -2).flatten(0, -3), cond=cond).out
         if out.shape[1] != 1:
             raise ValueError(f"{self.options.name}: it gives {out.shape[1]} results, and a mixture is one")
-        return out.reshape(*places, -1)
+        return out.reshape(*places, out.shape[-1])
 
     def cleaned(self, x: Tensor, mask: Tensor | None, size: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """x with 0 on padding, the mask, sizes; checked."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from manyheads.core.check import check_whole
+from manyheads.core.key import key_of
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
@@ -58,7 +59,7 @@ class DCA(nn.Module):
                 raise ValueError("fresh makes another network than the given one: their parameters differ")
         self.others = nn.ModuleDict()
         for component, names in self.components.items():
-            self.others[_key(component)] = nn.ModuleList(
+            self.others[key_of(component)] = nn.ModuleList(
                 nn.ParameterList(nn.Parameter(other[name].detach().clone()) for name in names) for other in others
             )
 
@@ -66,7 +67,7 @@ class DCA(nn.Module):
         """Its parameters, once for each copy."""
         own = dict(self.network.named_parameters())
         first = [own[name] for name in self.components[component]]
-        return [first, *(list(each) for each in self.others[_key(component)])]  # type: ignore[arg-type]
+        return [first, *(list(each) for each in self.others[key_of(component)])]  # type: ignore[arg-type]
 
     def draw(self, generator: torch.Generator | None = None) -> Draw:
         """A random combination."""
@@ -170,7 +171,3 @@ def _components(
     if len(set(itertools.chain.from_iterable(found.values()))) < sum(map(len, found.values())):
         raise ValueError(f"a parameter belongs to one component, and {', '.join(map(repr, by))} have some in common")
     return found
-
-
-def _key(component: str) -> str:
-    return "of " + component.replace(".", "%2E")

@@ -153,7 +153,7 @@ def keep_outliers(q: Tensor, assign: Tensor, places: int, share: float, mask: Te
         order = far.argsort(dim=1, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(1, order, torch.arange(heads * n, device=q.device).expand_as(order))
         outlier = ((rank < budget[:, None]) & (far > 0)).view(rows, heads, n)
-        extra = int(outlier.sum(-1).max())
+        extra = int(outlier.sum(-1).max()) if rows else 0
     if not extra:
         return out, assign
     to = torch.where(outlier, places + outlier.cumsum(-1) - 1, assign)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from manyheads.core.tap import Tap
 UNLIKE = frozenset({"tokens", "select", "scan"})
 """Stages whose parts go by the places of tokens, which merging changes; by heads' own tokens `SCORED` do, too."""
 SCORED = frozenset({"attend", "gate"})
+
+_merges: WeakSet[nn.Module] = WeakSet()
+"""Layers of models that merge at present."""
 
 
 class Layer(NamedTuple):
@@ -80,8 +84,8 @@ def merging(
     features already. Where sources merge between attention and MLP, this is behind the MLP.
 
     Raises:
-        ValueError: the model has no layers that can merge, or a layer does not exist; in a pass, a mask that is not
-            padding.
+        ValueError: the model has no layers that can merge, or a layer does not exist, or it merges already; in a pass,
+            a mask that is not padding.
     """
     options = read_aggregator(line)
     if not isinstance(options, MergerOptions):
@@ -96,9 +100,14 @@ def merging(
     wanted = ([*range(n)] if heads else sorted({n // 4, n // 2, 3 * n // 4})) if layers is None else [*layers]
     if not wanted or any(not 0 <= i < n for i in wanted) or len(set(wanted)) < len(wanted):
         raise ValueError(f"layers={wanted} are not layers of this model, each once; it has 0 to {n - 1}")
+    if any(layer.block in _merges for layer in found):
+        raise ValueError(f"{options}: this model merges already, and does so once at a time; leave that block first")
     merging = Merging()
     run = None if heads else _Run(options, sorted(wanted), found, restore, merging)
     with ExitStack() as stack:
+        for layer in found:
+            _merges.add(layer.block)
+            stack.callback(_merges.discard, layer.block)
         stack.callback(found[0].block.register_forward_pre_hook(lambda *_: _start(merging)).remove)
         for number, layer in enumerate(found):
             if run is not None:

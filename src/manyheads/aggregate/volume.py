@@ -63,6 +63,8 @@ class Volume:
 
     def pool(self, s: Tensor, mask: Tensor | None = None) -> Tensor:
         """`[B, V]` of a volume `[B, V, K, y, x, f, t]`. mask: bool `[B, T]`, steps that are there (of none: 0)."""
+        if s.dim() != 7 or 0 in s.shape[2:]:
+            raise ValueError(f"a volume is [B, V, heads, y, x, f, t], one each at least, not {list(s.shape)}")
         if mask is not None and (mask.dtype != torch.bool or mask.shape != (len(s), s.shape[-1])):
             raise ValueError(f"mask is bool {[len(s), s.shape[-1]]}, not {mask.dtype} {list(mask.shape)}")
         if mask is None:
@@ -79,14 +81,14 @@ class Volume:
         classes: tuple[Tensor, Tensor] | None = None, chunk: int | None = None,
     ) -> Tensor:  # fmt: skip
         """`pool(of(…))`, `[B, V]`; chunk: of so many images at a time, each with a volume of its own."""
-        check_whole(chunk=len(image) if chunk is None else chunk)
+        step = max(1, len(image)) if chunk is None else chunk
+        check_whole(chunk=step)
 
         def part(first: int, last: int) -> Tensor:
             some = None if classes is None else (classes[0], classes[1][first:last])
             return self.pool(self.of(audio, image[first:last], some), mask)
 
-        step = chunk or len(image)
-        return torch.cat([part(at, at + step) for at in range(0, len(image), step)], 1)
+        return torch.cat([part(at, at + step) for at in range(0, max(1, len(image)), step)], 1)
 
     def heat(self, s: Tensor, span: slice = slice(None)) -> Tensor:
         """Where a span of steps is heard, by head: `[…, K, y, x]`, the mean over it of `[…, K, y, x, f, t]`."""

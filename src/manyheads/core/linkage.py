@@ -31,13 +31,15 @@ def agglomerate(
         raise ValueError(f"linkage={linkage!r} is none of {', '.join(get_args(Linkage))}")
     n = distance.shape[-1]
     index = torch.arange(n, device=distance.device)
-    there = torch.ones_like(distance[..., 0], dtype=torch.bool) if valid is None else valid
+    there = distance.new_ones(distance.shape[:-1], dtype=torch.bool) if valid is None else valid
     apart = distance.masked_fill(~(there[..., :, None] & there[..., None, :]), torch.inf)
     upper = torch.ones(n, n, dtype=torch.bool, device=distance.device).triu(1)
     cluster = torch.where(there, index, -1)
     size = there.to(distance.dtype)
     steps = (there.sum(-1) - clusters).clamp_min(0)  # of each problem
-    most = n - clusters if valid is None and isinstance(clusters, int) else int(steps.amax())
+    most = (
+        n - clusters if valid is None and isinstance(clusters, int) else int(max(steps.flatten().tolist(), default=0))
+    )
     for step in range(most):
         pairs = apart.masked_fill(~upper, torch.inf).flatten(-2)
         best = pairs.argmin(-1, keepdim=True)

@@ -37,11 +37,14 @@ class Projections(nn.Module):
     def __init__(self, dim: int, heads: int = 3, *, hidden: int = 512, width: int = 128) -> None:
         check_whole(dim=dim, heads=heads, hidden=hidden, width=width)
         super().__init__()
+        self.dim = dim
         self.heads = nn.ModuleList(
             nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, width)) for _ in range(heads)
         )
 
     def forward(self, features: Tensor) -> Tensor:
+        if features.shape[-1:] != (self.dim,):
+            raise ValueError(f"features are [B, {self.dim}], not {list(features.shape)}")
         return torch.stack([head(features) for head in self.heads])
 
 
@@ -70,6 +73,15 @@ class Temperature(nn.Module):
         self.level = nn.Parameter(torch.full((own,), math.log(share / (1 - share))))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        own, _, width = self.one.shape
+        shapes = a.shape, b.shape
+        heads = own if own > 1 else len(a) if a.dim() else 1
+        if (
+            a.dim() < 2 or a.dim() != b.dim() or any(shape[0] != heads or shape[-1] != width for shape in shapes)
+            or any(m != n and 1 not in (m, n) for m, n in zip(*shapes, strict=True))
+        ):  # fmt: skip
+            raise ValueError(f"pairs are [{heads}, …, {width}] each, not {list(a.shape)} and {list(b.shape)}")
+
         def per_head(x: Tensor, weight: Tensor) -> Tensor:
             return torch.einsum("c...d,chd->c...h", x, weight.expand(len(x), -1, -1))
 
@@ -99,10 +111,13 @@ def adaptive_contrast(
         with_positive: the positive is among the candidates of the greatest (or of the sum), as in InfoNCE.
         learn_negative: gradients reach the temperature through negatives too.
     """
-    if z.shape != positive.shape or z.dim() != 3 or negatives.shape[::2] != z.shape[::2]:
+    if (
+        z.shape != positive.shape or z.dim() != 3 or negatives.dim() != 3 or negatives.shape[::2] != z.shape[::2]
+        or 0 in (*z.shape, *negatives.shape)
+    ):  # fmt: skip
         raise ValueError(
             f"anchors {list(z.shape)}, positives {list(positive.shape)} and negatives {list(negatives.shape)} are not "
-            "[heads, B, width], the same, and [heads, N, width]"
+            "[heads, B, width], the same, and [heads, N, width], none of them 0"
         )
     if barred is not None and barred.shape != (z.shape[1], negatives.shape[1]):
         raise ValueError(f"barred is {list(barred.shape)}, not {[z.shape[1], negatives.shape[1]]}")
@@ -134,6 +149,8 @@ def adaptive_contrast(
 def adaptive_simclr(z: Tensor, other: Tensor, temperature: Temperatures, **options: bool | float) -> Tensor:
     """`adaptive_contrast` of two views `[C, B, d]` each: every row is an anchor, its view the positive, and the
     negatives are both views of all other rows. (For MoCo hand a queue to `adaptive_contrast`.)"""
+    if z.shape != other.shape or z.dim() != 3:
+        raise ValueError(f"views {list(z.shape)} and {list(other.shape)} are not twice the same [heads, B, width]")
     both, row = torch.cat([z, other], 1), torch.arange(z.shape[1], device=z.device).repeat(2)
     barred = row[:, None] == row
     return adaptive_contrast(both, torch.cat([other, z], 1), both, temperature, barred=barred, **options)  # type: ignore[arg-type]
@@ -143,10 +160,9 @@ def adaptive_simsiam(
     z: Tensor, other: Tensor, h: Tensor, other_h: Tensor, temperature: Temperatures, *, beta: float = 1.0
 ) -> Tensor:
     """Σ_c mean_i of -s(z, h⁺)/(2τ₁) - s(z⁺, h)/(2τ₂) + β Ω(τ₁) + β Ω(τ₂) of `[C, B, d]`; h, h⁺ get no gradient."""
-    if not z.shape == other.shape == h.shape == other_h.shape:
-        raise ValueError(
-            f"two views and their targets have one shape, not {[list(x.shape) for x in (z, other, h, other_h)]}"
-        )
+    if not z.shape == other.shape == h.shape == other_h.shape or z.dim() != 3 or 0 in z.shape:
+        shapes = [list(x.shape) for x in (z, other, h, other_h)]
+        raise ValueError(f"two views and their targets have one shape, [heads, B, width] without a 0, not {shapes}")
     total = z.new_zeros(())
     for said, wanted in ((z, other_h), (other, h)):
         said, wanted = F.normalize(said, dim=-1), F.normalize(wanted.detach(), dim=-1)
@@ -161,7 +177,7 @@ def adaptive_barlow(
 ) -> Tensor:  # fmt: skip
     """Σ_c [ Σ_l (1 - R_ll/τ_l)² + β Ω(τ_l) + Σ_{l≠m} redundancy R_lm²/τ_lm - β Ω(τ_lm) ], R `[C, d, d]` the correlation
     of features over the batch of two views `[C, B, d]`. A pair is two features, so a `Temperature` here is B wide."""
-    if z.shape != other.shape or z.dim() != 3 or z.shape[1] < 2:
+    if z.shape != other.shape or z.dim() != 3 or z.shape[1] < 2 or 0 in z.shape:
         raise ValueError(f"views {list(z.shape)} and {list(other.shape)} are not twice the same [heads, B > 1, width]")
     one, two = (
         (x - x.mean(1, keepdim=True)) / x.std(1, correction=0, keepdim=True).clamp_min(1e-8) for x in (z, other)

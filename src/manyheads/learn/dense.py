@@ -51,7 +51,7 @@ class Calibration(nn.Module):
 
 def paired_contrast(scores: Tensor) -> Tensor:
     """The mean cross-entropy of rows and of columns of scores `[B, B]` with the diagonal."""
-    if scores.dim() != 2 or scores.shape[0] != scores.shape[1]:
+    if scores.dim() != 2 or scores.shape[0] != scores.shape[1] or not len(scores):
         raise ValueError(f"scores are [B, B], row b belonging to column b, not {list(scores.shape)}")
     own = torch.arange(len(scores), device=scores.device)
     return 0.5 * (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own))
@@ -114,7 +114,7 @@ class Dense:
         foreign: Tensor | None = None, generator: torch.Generator | None = None,
     ) -> Tensor:  # fmt: skip
         """volume `[B, B, K, h, w, F, T]`, valid and foreign bool `[B, T]`."""
-        if volume.dim() != 7 or volume.shape[0] != volume.shape[1]:
+        if volume.dim() != 7 or volume.shape[0] != volume.shape[1] or 0 in volume.shape:
             raise ValueError(f"a volume is [B, B, heads, height, width, frequencies, times], not {list(volume.shape)}")
         for name, mask in (("valid", valid), ("foreign", foreign)):
             if mask is not None and mask.shape != (len(volume), volume.shape[-1]):

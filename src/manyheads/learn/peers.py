@@ -24,6 +24,8 @@ from torch import Tensor
 
 def most_confident(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """The surest of candidates `[J, B, classes]` by row: `[B, classes]`, and which, `[B]`; of equals the first."""
+    if probabilities.dim() != 3 or 0 in probabilities.shape[::2]:
+        raise ValueError(f"candidates are [J, B, classes], at least one of one class, not {list(probabilities.shape)}")
     which = probabilities.amax(-1).argmax(0)
     return probabilities[which, torch.arange(len(which), device=which.device)], which
 
@@ -36,9 +38,9 @@ def from_peers(logits: Tensor, peers: Tensor, *, shift: int = 1, own: bool = Fal
         peers: of each peer's, `[J, m + 1, B, classes]`; no gradient enters them.
         shift: head k is taught by heads k - shift, 1 or 0; head 0 by none. own: the client is a candidate too.
     """
-    if logits.dim() != 3 or peers.dim() != 4 or peers.shape[1:] != logits.shape or not len(peers):
+    if logits.dim() != 3 or peers.dim() != 4 or peers.shape[1:] != logits.shape or 0 in peers.shape:
         raise ValueError(
-            f"a client's heads are [m + 1, B, classes] and its peers' [J > 0, m + 1, B, classes], not "
+            f"a client's heads are [m + 1, B, classes] and its peers' [J, m + 1, B, classes], none of them 0, not "
             f"{list(logits.shape)} and {list(peers.shape)}"
         )
     if shift not in (0, 1):

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from manyheads.core.check import OptionError, check_whole
+
 PAIRS = ("qq", "kk", "vv")
 
 
@@ -37,7 +39,17 @@ def relation_loss(
 
     valid: bool `[B, T]`, False on padding, which is neither a row nor a column. causal: relations look back only.
     """
+    check_whole(heads=heads)
+    for pair in pairs:
+        if len(pair) != 2 or set(pair) - set("qkv"):
+            raise OptionError(f"a pair is two of q, k and v, such as 'qk', not {pair!r}")
+    if not pairs:
+        raise OptionError("pairs are none; such as 'qk', at least one")
+    if student.q.dim() != 3 or 0 in student.q.shape:
+        raise ValueError(f"the student's q is [B, T, width], none of them 0, not {list(student.q.shape)}")
     b, t, _ = student.q.shape
+    if valid is not None and valid.shape != (b, t):
+        raise ValueError(f"valid is {list(valid.shape)}, not {[b, t]}")
     for name in sorted(set("".join(pairs))):
         for who, each in (("student", student), ("teacher", teacher)):
             found = getattr(each, name)

@@ -123,7 +123,7 @@ def make_balance(balance: str | Sum | Callable[[Tensor], Tensor], heads: Mapping
         library = import_module("torchjd.aggregation")
     except ImportError as error:
         raise ImportError(
-            f"balance={balance!r} is neither 'sum' nor 'uncertainty'; aggregators need torchjd: "
+            f"balance={balance!r} is none of sum, uncertainty, averaged, balanced; aggregators need torchjd: "
             "pip install 'manyheads[balance]'"
         ) from error
     kind = getattr(library, balance, None)

@@ -41,10 +41,13 @@ def best_output(
     combined: averages are outputs too. loss: `psnr` or `charbonnier`, the latter of images `[…, height, width]`.
     relaxed, temperature: losers learn too, as in `choose` (the source: no).
     """
-    if outputs.dim() < 3 or outputs[:, 0].shape != target.shape:
+    shapes = [tuple(getattr(each, "shape", ())) for each in (outputs, target)]
+    if len(shapes[0]) < 3 or 0 in shapes[0] or (shapes[0][0], *shapes[0][2:]) != shapes[1]:
         raise ValueError(
-            f"outputs are [B, heads, …] and the target [B, …], not {list(outputs.shape)} and {list(target.shape)}"
+            f"outputs are [B, heads, …] and the target [B, …], none of them 0, not {' and '.join(map(str, shapes))}"
         )
+    if not 0 <= relaxed <= 1 or not temperature >= 0:
+        raise OptionError(f"relaxed={relaxed} is from 0 to 1, temperature={temperature} from 0 on")
     if loss not in ("psnr", "charbonnier"):
         raise OptionError(f"loss={loss!r} is neither 'psnr' nor 'charbonnier'")
     if loss == "charbonnier" and target.dim() < 4:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
+from manyheads.core.key import key_of
 from manyheads.core.kinds import Kinds, Named
 from manyheads.multi.pool import pooled
 
@@ -27,7 +28,7 @@ class Between(Named):
     taps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "taps", tuple(self.taps))
+        object.__setattr__(self, "taps", (self.taps,) if isinstance(self.taps, str) else tuple(self.taps))
 
     def build(self, widths: Sequence[int], names: Sequence[str]) -> Views:
         """The module, for features of these widths, one a tap, and heads of these names."""
@@ -70,11 +71,6 @@ class Views(nn.Module):
     def keep(self, names: Sequence[str]) -> None:
         """Forget what other heads than these need."""
         raise NotImplementedError
-
-
-def key_of(name: str) -> str:
-    """A name for a module: neither dots nor what modules themselves are called."""
-    return "of " + name.replace(".", "%2E")
 
 
 class Each(nn.ModuleDict):

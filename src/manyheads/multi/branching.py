@@ -13,13 +13,14 @@ from manyheads.core.check import OptionError
 from manyheads.core.linkage import agglomerate
 from manyheads.multi.head import Head, read_head
 from manyheads.multi.model import MultiHead
+from manyheads.multi.tree import named
 
 Plan = list[tuple[str, list[list[str]]]]
 """Splits in order: behind which submodule, into which groups of heads."""
 
 
 def realities(
-    trunk: nn.Module | str, name: str, head: Head | str, at: Sequence[str], *, ways: int = 2, **options: Any
+    trunk: nn.Module | str, name: str, head: Head | str, at: str | Sequence[str], *, ways: int = 2, **options: Any
 ) -> MultiHead:
     """A trunk that splits `ways` ways behind each of L submodules and never merges: ways^L heads of one target.
 
@@ -34,8 +35,9 @@ def realities(
 
     Source: ANDHRA, arXiv 2411.19213.
     """
+    at = named(at)
     if ways < 1 or not at:
-        raise OptionError(f"ways={ways} behind {list(at)}; at least 1 way behind one submodule")
+        raise OptionError(f"ways={ways} behind {at}; at least 1 way behind one submodule")
     one = read_head(head)
     one = replace(one, target=name if one.target is None else one.target)
     count = ways ** len(at)
@@ -54,6 +56,8 @@ def realities(
 
 def vote(classes: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
     """`[B]`: the class that most heads say, of those said equally often the lowest. classes: `[B]` of each head."""
+    if not len(classes):
+        raise ValueError("no head votes")
     said = torch.stack([*classes.values()] if isinstance(classes, Mapping) else [*classes])
     return said.mode(0).values
 
@@ -143,7 +147,7 @@ def _parts(alike: Tensor, group: list[int], least: float) -> list[list[int]]:
 
 
 def mean_gradients(
-    model: MultiHead, heads: Sequence[str], *, clip: float | None = 10.0, clip_first: bool = False
+    model: MultiHead, heads: str | Sequence[str], *, clip: float | None = 10.0, clip_first: bool = False
 ) -> float:
     """After backward of these heads' losses: each gradient of the trunk by how many of them it serves; the norm.
 
@@ -157,7 +161,7 @@ def mean_gradients(
     Source: CerberusDet, arXiv 2407.12632.
     """
     served: dict[str, int] = {}
-    for name in heads:
+    for name in named(heads):
         for key in model.serving(name):
             served[key] = served.get(key, 0) + 1
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))) if clip_first else 0.0

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-LISTS, PATHS = ("drop", "text", "image"), ("out", "folder")
+LISTS, PATHS, TEXTS = ("drop", "text", "image"), ("out", "folder"), ("balance", "compare", "encoder")
 
 
 def settings(path: Path, options: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
@@ -33,6 +33,8 @@ def settings(path: Path, options: Mapping[str, Any], typed: Collection[str]) -> 
                 value = path.parent / str(value)
             if isinstance(options[name], int | float):
                 value = _number(value, type(options[name]), f"{path}: {name}")
+            if name in TEXTS and not isinstance(value, str | None):
+                raise ValueError(f"{path}: {name} is text, not {value!r}")
             if name not in typed:
                 told[name] = value
     for name in ("targets", "out"):
@@ -40,6 +42,10 @@ def settings(path: Path, options: Mapping[str, Any], typed: Collection[str]) -> 
             raise ValueError(f"--{name} is missing, on the command line and in a .yaml file")
     if isinstance(told["targets"], list):
         told["targets"] = ",".join(map(str, told["targets"]))
+    if isinstance(told["targets"], Mapping):
+        told["targets"] = {str(name): None if line is None else str(line) for name, line in told["targets"].items()}
+    elif not isinstance(told["targets"], str):
+        raise ValueError(f"{path}: targets are columns, `age,kind`, not {told['targets']!r}")
     for name in LISTS:
         told[name] = _listed(told[name])
     return {"table": table, **told}
@@ -50,6 +56,8 @@ def _read(path: Path) -> dict[str, Any]:
 
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: this is not UTF-8; save it as UTF-8") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""

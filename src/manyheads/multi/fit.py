@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manyheads.convert.resume import write_text
+from manyheads.core.check import OptionError, check_share, check_whole, is_number
 from manyheads.multi.calibration import calibration
-from manyheads.multi.folder import load, save, saved
+from manyheads.multi.folder import HEADS, load, reading, save, saved
 from manyheads.multi.head import from_fields
 from manyheads.multi.heads import Regression
 from manyheads.multi.loop import fit, measure, parameters, single_width
@@ -28,6 +30,7 @@ from manyheads.multi.table import (
     features_of,
     parse_targets,
     read_table,
+    stray,
 )
 
 RESULT = "result.json"
@@ -55,16 +58,22 @@ class TableModel:
 
     @classmethod
     def load(cls, folder: str | Path) -> TableModel:
+        """Raises `ValueError` where a file of the folder is damaged, or not of a table."""
         told = saved(folder)
         if "columns" not in told:
             raise ValueError(f"{folder} holds a model of something else than a table")
-        heads = {
-            name: from_fields({k: v for k, v in each.items() if k != "width"}) for name, each in told["heads"].items()
-        }
-        columns = columns_from_json(told["columns"])
-        model = MultiHead(make_trunk(**told["trunk"]), heads, width=told["trunk"]["width"])
+        with reading(Path(folder) / HEADS):
+            heads = {
+                name: from_fields({k: v for k, v in each.items() if k != "width"})
+                for name, each in told["heads"].items()
+            }
+            columns = columns_from_json(told["columns"])
+            wide, inputs = sum(column.width for column in columns), told["trunk"]["inputs"]
+            if wide != inputs:
+                raise ValueError(f"its columns are {wide} features, and its trunk reads {inputs}")
+            model = MultiHead(make_trunk(**told["trunk"]), heads, width=told["trunk"]["width"])
+            targets = {name: Target(head, tuple(told["classes"][name])) for name, head in heads.items()}
         load(model, folder)
-        targets = {name: Target(head, tuple(told["classes"][name])) for name, head in heads.items()}
         return cls(model.eval(), columns, targets, told["trunk"])
 
     def read(self, path: str | Path, folder: str | Path | None = None) -> dict[str, list[str | None]]:
@@ -167,8 +176,12 @@ def train_table(
         raise FileExistsError(f"{out} exists already; remove it or choose another folder")
     if not 0 < held_out < 1:
         raise ValueError(f"held_out={held_out} is not between 0 and 1")
-    if min(epochs, patience, batch, width, layers) < 1:
-        raise ValueError("epochs, patience, batch, width and layers are at least 1")
+    check_whole(epochs=epochs, patience=patience, batch=batch, width=width, layers=layers, image_size=image_size)
+    check_share(dropout=dropout)
+    if not (is_number(lr) and lr > 0):
+        raise OptionError(f"lr is a number above 0, not {lr!r}")
+    if not 0 <= seed < 2**63:
+        raise OptionError(f"seed is a whole number from 0 to 2^63 - 1, not {seed!r}")
     if compare not in (None, "single"):
         raise ValueError(f"compare={compare!r}: models of one head, 'single', are what there is to compare with")
     if encoder is not None and not text:
@@ -179,8 +192,10 @@ def train_table(
             whose = f"head {name!r}: " if name in wanted else ""
             raise ValueError(f"{whose}{path} has no column {name!r}; it has {', '.join(map(repr, cells))}")
     for name in (*text, *image):
-        if name in wanted or name in drop or (name in text and name in image):
-            raise ValueError(f"column {name!r} is named twice: as text or image, and as something else")
+        roles = {"targets": wanted, "drop": drop, "text": text, "image": image}
+        at = [role for role, names in roles.items() if name in names]
+        if len(at) > 1:
+            raise ValueError(f"column {name!r} is in {' and in '.join(at)}; it can be in one of them")
     cells = located(cells, image, path.parent if folder is None else folder)
     count = len(next(iter(cells.values())))
     hidden = max(1, round(count * held_out))
@@ -232,7 +247,7 @@ def train_table(
             }
             for name, target in found.items()
         },
-        "curves": dict(history.curves), "without_held_out_labels": unheld, "notes": _notes(columns, cells),
+        "curves": dict(history.curves), "without_held_out_labels": unheld, "notes": _notes(columns, found, cells),
     }  # fmt: skip
     if compare:
         single = train_singles(whole, x, y, train, rest, seed=seed, progress=progress, **options)
@@ -248,12 +263,16 @@ def train_table(
 
 
 def write_result(result: Mapping[str, Any], folder: Path) -> None:
-    (folder / RESULT).write_text(json.dumps(result, indent=1, ensure_ascii=False), encoding="utf-8")
+    write_text(json.dumps(result, indent=1, ensure_ascii=False), folder / RESULT)
 
 
-def _notes(columns: Sequence[Reader], cells: Mapping[str, Sequence[str | None]]) -> list[str]:
-    """Columns of more texts than are told apart."""
-    notes = []
+def _notes(
+    columns: Sequence[Reader], targets: Mapping[str, Target], cells: Mapping[str, Sequence[str | None]]
+) -> list[str]:
+    """Columns of more texts than are told apart, and those that some text among numbers made texts."""
+    read = [column.name for column in columns if isinstance(column, Column) and column.texts]
+    read += [name for name, target in targets.items() if target.classes]
+    notes = [f"column {name!r} is read as texts: {where}" for name in read if (where := stray(cells[name]))]
     for column in columns:
         if isinstance(column, Column) and len(column.texts) == MOST:
             count = len({cell for cell in cells[column.name] if cell is not None})

@@ -43,9 +43,10 @@ def affinity(model: MultiHead, batches: Iterable[Any]) -> Tensor:
     """
     names, training, balance = list(model.heads), model.training, model.balance
     total, count = (torch.zeros(len(names), len(names), dtype=torch.float64) for _ in "tc")
+    seen = 0
     try:
         model.eval()
-        for batch in batches:
+        for seen, batch in enumerate(batches, 1):  # noqa: B007
             model.balance = watch = _Apart()
             with torch.enable_grad():
                 out = model(**batch) if isinstance(batch, Mapping) else model(batch[0], targets=batch[1])
@@ -64,6 +65,8 @@ def affinity(model: MultiHead, batches: Iterable[Any]) -> Tensor:
     finally:
         model.balance = balance
         model.train(training)
+    if not seen:
+        raise ValueError("how alike heads are is not known of no batches; of a generator, none are left after one pass")
     return total / count
 
 

@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers.utils.generic import ModelOutput
 
 from manyheads.aggregate import build
+from manyheads.core.key import key_of
 from manyheads.multi.balance import Uncertainty, make_balance, processes
-from manyheads.multi.between import Between, key_of, read_between
+from manyheads.multi.between import Between, read_between
 from manyheads.multi.head import POOLS, Head, read_head
 from manyheads.multi.pool import pooled
-from manyheads.multi.tree import Pass, Tree
+from manyheads.multi.tree import Pass, Tree, named
 from manyheads.multi.trunk import load_trunk
 
 Targets = Mapping[str, Any]
@@ -91,10 +92,11 @@ class MultiHead(Tree):
         self.features, self.checkpoint = features, checkpoint
         self._takes_mask = "mask" in signature(self.trunk.forward).parameters
         self.heads: dict[str, Head] = {}
-        pairs = cast("Iterable[tuple[str, Head | str]]", heads.items() if isinstance(heads, Mapping) else heads)
+        pairs: list[Any] = list(heads.items() if isinstance(heads, Mapping) else heads)
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"heads are a dict by name, or pairs of a name and a head, not {pairs!r}")
         for name, head in pairs:
-            if name in self.heads:
-                raise ValueError(f"head {name!r}: two heads have this name")
+            self._new(name)
             with naming(name):
                 self.heads[name] = read_head(head)
         if not self.heads:
@@ -142,8 +144,7 @@ class MultiHead(Tree):
         For a new task on a trunk that is done: `model.freeze().add("new", "regression")`. With `between`, its piece for
         this head is new too. Make the optimiser afterwards.
         """
-        if name in self.heads:
-            raise ValueError(f"head {name!r}: two heads have this name")
+        self._new(name)
         if isinstance(self.balance, Uncertainty):
             raise ValueError(f"head {name!r}: balance='uncertainty' has learned a scale for each head; build it anew")
         with naming(name):
@@ -164,8 +165,9 @@ class MultiHead(Tree):
                 made.to(old.device, old.dtype)
         return self
 
-    def extract(self, names: Sequence[str]) -> Self:
+    def extract(self, names: str | Sequence[str]) -> Self:
         """A copy with these heads only, and of the trunk what they read; their outputs are bit-equal."""
+        names = named(names)
         for name in names:
             self._known(name)
         if not names:
@@ -197,6 +199,12 @@ class MultiHead(Tree):
     def _taps(self, name: str) -> tuple[str, ...]:
         return self.between_taps if self.between is not None and self._joins(name) else (self.tap(name),)
 
+    def _new(self, name: Any) -> None:
+        if not isinstance(name, str):
+            raise ValueError(f"head {name!r}: names are text")
+        if name in self.heads:
+            raise ValueError(f"head {name!r}: two heads have this name")
+
     def _known(self, name: str) -> None:
         if name not in self.heads:
             raise ValueError(f"there is no head {name!r}; there are {', '.join(map(repr, self.heads))}")
@@ -226,7 +234,7 @@ class MultiHead(Tree):
         return self.nets[key_of(name)]
 
     def forward(
-        self, *inputs: Any, targets: Targets | None = None, heads: Sequence[str] | None = None,
+        self, *inputs: Any, targets: Targets | None = None, heads: str | Sequence[str] | None = None,
         counts: Mapping[str, float] | None = None, mask: Tensor | None = None, **more: Any,
     ) -> Output:  # fmt: skip
         """Outputs, and with targets losses.
@@ -238,7 +246,7 @@ class MultiHead(Tree):
             mask: bool `[B, T]`, False on padding; for pooling and spans, and given to a trunk that takes one, as ours
                 do. Default: an `attention_mask` among the inputs.
         """
-        names = list(self.heads if heads is None else heads)
+        names = named(self.heads if heads is None else heads)
         for name in names:
             self._known(name)
         if targets is not None:
@@ -271,7 +279,7 @@ class MultiHead(Tree):
             loss = loss + self.between.penalty({name: each for name, each in shares.items() if self._joins(name)})
         return Output(loss=loss, losses=losses, outputs=outputs)
 
-    def predict(self, *inputs: Any, heads: Sequence[str] | None = None, **more: Any) -> dict[str, Tensor]:
+    def predict(self, *inputs: Any, heads: str | Sequence[str] | None = None, **more: Any) -> dict[str, Tensor]:
         """What each head says: classes, numbers, spans, scores."""
         with torch.no_grad():
             outputs = self(*inputs, heads=heads, **more).outputs

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def pooled(x: Tensor, pool: str, mask: Tensor | None = None) -> Tensor:
-    """`[B, T, D]` to `[B, D]` over tokens that are no padding; a row of nothing but padding gives zeros."""
+    """`[B, T, D]` to `[B, D]` over tokens that are no padding; a row without any gives zeros."""
+    if not x.shape[1]:
+        return x.sum(1)
     if mask is None:
         mask = x.new_ones(x.shape[:2], dtype=torch.bool)
     kept = mask[..., None]

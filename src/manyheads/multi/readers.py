@@ -23,6 +23,11 @@ LONGEST = 512
 """Tokens that an encoder reads of a cell, at most."""
 
 
+def row_of(row: int) -> str:
+    """How errors speak of a row, from 0."""
+    return f"row {row + 1} below the names"
+
+
 @dataclass(frozen=True)
 class Words:
     """Words hashed into `width` numbers, each with a sign of its own: Σ ± (1 + ln count), scaled to length 1.
@@ -131,7 +136,7 @@ class Picture:
                     small = picture.convert("RGB").resize((self.size, self.size), image.Resampling.BILINEAR)
             except OSError as error:
                 why = "no such file" if isinstance(error, FileNotFoundError) else "no picture that can be read"
-                raise ValueError(f"column {self.name!r}, row {row + 1}: {cell}: {why}") from error
+                raise ValueError(f"column {self.name!r}, {row_of(row)}: {cell}: {why}") from error
             rows[row] = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).float() / 127.5 - 1
         return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from manyheads.multi.head import Head, read_head
 from manyheads.multi.heads import Classification, Density, Hypotheses, Ordinal, Regression
 from manyheads.multi.model import naming
-from manyheads.multi.readers import Encoded, Picture, Words
+from manyheads.multi.readers import Encoded, Picture, Words, row_of
 
 GAPS = {"", "na", "n/a", "nan", "null", "none", "?"}
 """Cells that say nothing, in any case."""
@@ -27,20 +28,26 @@ MOST = 50
 
 def read_table(path: str | Path) -> dict[str, list[str | None]]:
     """Columns by name, of a file with commas, semicolons or tabs and a line of names; None where a cell is a gap."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        first = file.readline()
-        file.seek(0)
-        sign = max(",;\t", key=first.count)
-        rows = [row for row in csv.reader(file, delimiter=sign) if row]
+    raw = Path(path).read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}, line {line}: this is not UTF-8; save the table as UTF-8") from None
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.split("\n", 1)[0].count))
+    try:
+        rows = [row for row in reader if row]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     if len(rows) < 2:
         raise ValueError(f"{path}: a table needs a line of names and at least one row")
     names = [name.strip() for name in rows[0]]
     for name in names:
         if not name or names.count(name) > 1:
             raise ValueError(f"{path}: two columns are named {name!r}" if name else f"{path}: a column has no name")
-    for number, row in enumerate(rows[1:], 2):
+    for number, row in enumerate(rows[1:]):
         if len(row) != len(names):
-            raise ValueError(f"{path}: row {number} has {len(row)} cells, the table {len(names)} columns")
+            raise ValueError(f"{path}: {row_of(number)} has {len(row)} of {len(names)} cells")
     cells = [
         [None if cell.strip().lower() in GAPS else cell.strip() for cell in column]
         for column in zip(*rows[1:], strict=True)
@@ -70,15 +77,36 @@ def _number(cell: str | None) -> float:
         return math.nan
     value = float(cell)
     if not math.isfinite(value):
-        raise ValueError(f"{cell!r} is not finite")
+        raise ValueError
     return value
 
 
+def _numbers(cells: Sequence[str | None]) -> Tensor:
+    """float64 `[rows]`, NaN for a gap."""
+    found = []
+    for row, cell in enumerate(cells):
+        try:
+            found.append(_number(cell))
+        except ValueError:
+            raise ValueError(f"{row_of(row)}: {cell!r} is no finite number") from None
+    return torch.tensor(found, dtype=torch.float64)
+
+
 def _numeric(cells: Iterable[str | None]) -> bool:
+    """Whether all that is there are numbers, and there is any."""
     try:
-        return any(not math.isnan(_number(cell)) for cell in cells)
+        return not all([math.isnan(_number(cell)) for cell in cells])  # a list: no cell is left unread
     except ValueError:
         return False
+
+
+def stray(cells: Sequence[str | None]) -> str | None:
+    """Where the first text stands in a column that else holds numbers for the most part."""
+    known = [(row, cell) for row, cell in enumerate(cells) if cell is not None]
+    texts = [(row, cell) for row, cell in known if not _numeric([cell])]
+    if not texts or 2 * len(texts) >= len(known):
+        return None
+    return f"{len(texts)} of {len(known)} cells are no numbers, the first in {row_of(texts[0][0])}, {texts[0][1]!r}"
 
 
 def _by_value(texts: Iterable[str]) -> list[str]:
@@ -119,9 +147,9 @@ class Column:
                     rows[row, place[cell]] = 1  # type: ignore[index]
             return rows
         try:
-            values = (torch.tensor([_number(cell) for cell in cells], dtype=torch.float64) - self.mean) / self.scale
+            values = (_numbers(cells) - self.mean) / self.scale
         except ValueError as error:
-            raise ValueError(f"column {self.name!r} holds numbers: {error}") from None
+            raise ValueError(f"column {self.name!r} holds numbers; {error}") from None
         gap = values.isnan()
         return torch.stack([values.masked_fill(gap, 0), gap.double()], 1).float()
 
@@ -159,7 +187,8 @@ class Target:
                     raise ValueError(f"label {texts[-1]!r} is one of {len(texts)}, but {line} has room for {size}")
                 return cls(head, tuple(texts))
             if isinstance(head, Regression | Density | Hypotheses) and head.size == 1:
-                values = torch.tensor([_number(cell) for cell in train], dtype=torch.float64)
+                _numbers(cells)  # an error says which row of the whole table
+                values = _numbers(train)
                 values = values[~values.isnan()]
                 spread = float(values.std(correction=0))
                 return cls(replace(head, shift=float(values.mean()), scale=spread if spread > 0 else 1.0))
@@ -167,11 +196,12 @@ class Target:
 
     def labels(self, cells: Sequence[str | None]) -> Tensor:
         if not self.classes:
-            return torch.tensor([_number(cell) for cell in cells], dtype=torch.float64)
+            return _numbers(cells)
         place = {text: float(index) for index, text in enumerate(self.classes)}
-        unknown = next((cell for cell in cells if cell is not None and cell not in place), None)
+        unknown = next((row for row, cell in enumerate(cells) if cell is not None and cell not in place), None)
         if unknown is not None:
-            raise ValueError(f"label {unknown!r} is none of {', '.join(map(repr, self.classes))}")
+            every = ", ".join(map(repr, self.classes))
+            raise ValueError(f"{row_of(unknown)}: label {cells[unknown]!r} is none of {every}")
         return torch.tensor([math.nan if cell is None else place[cell] for cell in cells], dtype=torch.float64)
 
 

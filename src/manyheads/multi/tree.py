@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from manyheads.core.key import escaped, unescaped
+
 
 @dataclass
 class Node:
@@ -100,7 +102,11 @@ class Tree(nn.Module):
 
     def node(self, name: str) -> int:
         """The number of the node that serves a head."""
-        return next(number for number, node in self.nodes.items() if name in node.heads)
+        for number, node in self.nodes.items():
+            if name in node.heads:
+                return number
+        every = ", ".join(repr(head) for node in self.nodes.values() for head in node.heads)
+        raise ValueError(f"there is no head {name!r}; there are {every}")
 
     def taps(self) -> Iterable[str]:
         """Submodules of the trunk that somebody reads."""
@@ -119,12 +125,11 @@ class Tree(nn.Module):
         Raises:
             ValueError: the groups are no partition of a node's heads, or nothing runs behind `at`.
         """
+        if isinstance(groups, str) or any(isinstance(group, str) for group in groups):
+            raise ValueError(f"split at {at!r}: groups are lists of heads' names, [['a'], ['b', 'c']], not {groups!r}")
         listed = [name for group in groups for name in group]
-        for name in listed:
-            if not any(name in node.heads for node in self.nodes.values()):
-                every = ", ".join(repr(head) for node in self.nodes.values() for head in node.heads)
-                raise ValueError(f"split at {at!r}: there is no head {name!r}; there are {every}")
-        parent = self.node(listed[0]) if listed else 0
+        nodes = [self.node(name) for name in listed]
+        parent = nodes[0] if nodes else 0
         whole = self.nodes[parent].heads
         if sorted(listed) != sorted(whole) or not all(groups):
             raise ValueError(
@@ -140,6 +145,9 @@ class Tree(nn.Module):
         """Branch as another tree does whose nodes these are, as dicts; for loading its weights."""
         if len(self.nodes) > 1:
             raise ValueError("the trunk branches already")
+        listed = [name for each in nodes for name in each["heads"]]
+        if sorted(listed) != sorted(self.nodes[0].heads):
+            raise ValueError(f"nodes serve heads {listed}, and not each of {self.nodes[0].heads} once")
         for each in nodes[1:]:
             self._branch(each["parent"], each["at"], list(each["heads"]))
         self.nodes[0].heads = list(nodes[0]["heads"])
@@ -161,8 +169,10 @@ class Tree(nn.Module):
 
     def untie(self, names: str | Sequence[str]) -> Self:
         """These heads get a trunk of their own, a copy of the one they read."""
-        names = [names] if isinstance(names, str) else list(names)
-        rest = [name for name in self.nodes[self.node(names[0])].heads if name not in names] if names else []
+        names = named(names)
+        if not names:
+            raise ValueError("untie needs the name of a head, at least")
+        rest = [name for name in self.nodes[self.node(names[0])].heads if name not in names]
         return self.split("", [rest, names] if rest else [names])
 
     def freeze(self, at: str = "") -> Self:
@@ -263,7 +273,7 @@ class Tree(nn.Module):
     def _own(self, number: int) -> dict[str, nn.Module]:
         """A node's own modules, by their places."""
         made: Any = self.branches[str(number)] if number else {}
-        return {path.replace("%2E", "."): module for path, module in made.items()}
+        return {unescaped(path): module for path, module in made.items()}
 
     def _steps(self, at: str) -> Iterator[tuple[str, list[str], int]]:
         """On the way down to a submodule: a module, its children, and the place of the one that the way takes."""
@@ -309,6 +319,11 @@ class Tree(nn.Module):
         return list(walk("trunk", self.trunk))
 
 
+def named(names: str | Iterable[str]) -> list[str]:
+    """Names as a list; a bare name is one."""
+    return [names] if isinstance(names, str) else list(names)
+
+
 @contextmanager
 def _swapped(module: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -327,7 +342,7 @@ def _put(module: nn.Module, path: str, other: nn.Module) -> nn.Module:
 
 
 def _listed(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:
-    return nn.ModuleDict({path.replace(".", "%2E"): module for path, module in modules.items()})
+    return nn.ModuleDict({escaped(path): module for path, module in modules.items()})
 
 
 def _parts(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from manyheads.core.part import OptionError
 from manyheads.multi.head import register_head
 from manyheads.multi.heads.classification import Classification
 from manyheads.multi.model import MultiHead, naming, pooled
+from manyheads.multi.tree import named
 
 
 class Gate(nn.Module):
@@ -82,23 +83,32 @@ class Explanation(Classification):
 
     def evidence(self, net: nn.Module, features: Tensor, classes: Tensor | None = None) -> Tensor:
         """M[c]·G[p] `[B, P, classes]`; of one class a row, classes `[B]`, `[B, P]`."""
+        if classes is not None:
+            if classes.shape != features.shape[:1] or classes.is_floating_point():
+                raise ValueError(
+                    f"classes are whole numbers {list(features.shape[:1])}, not {classes.dtype} {list(classes.shape)}"
+                )
+            wrong = classes[(classes < 0) | (classes >= self.classes)]
+            if len(wrong):
+                raise ValueError(f"class {int(wrong[0])} is none of 0 to {self.classes - 1}")
         folded = cast(_Folded, net)
         found = folded.gate(features) @ folded.matrix().T
         if classes is None:
             return found
-        return found.gather(-1, classes[:, None, None].expand(*found.shape[:2], 1)).squeeze(-1)
+        return found.gather(-1, classes.long()[:, None, None].expand(*found.shape[:2], 1)).squeeze(-1)
 
 
 @torch.no_grad()
 def explain(
-    model: MultiHead, *inputs: Any, heads: Sequence[str], classes: Tensor | None = None, mask: Tensor | None = None,
-    grids: Sequence[tuple[int, int]] | None = None, **more: Any,
+    model: MultiHead, *inputs: Any, heads: str | Sequence[str], classes: Tensor | None = None,
+    mask: Tensor | None = None, grids: Sequence[tuple[int, int]] | None = None, **more: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What spoke for a class of each row, `[B, P]` from 0 to 1 over all depths (`saliency`), and the classes `[B]`.
 
     One pass, no gradients. heads: names of explanation heads, the last of them says the class where none is given.
     """
     seen: dict[str, Tensor] = {}
+    heads = named(heads)
     for name in heads:
         with naming(name):
             if not isinstance(model.heads.get(name), Explanation):
@@ -116,7 +126,10 @@ def explain(
         for handle in handles:
             handle.remove()
     of = outputs[heads[-1]].argmax(-1) if classes is None else classes
-    found = [cast(Explanation, model.heads[name]).evidence(model.net(name), seen[name], of) for name in heads]
+    found = []
+    for name in heads:
+        with naming(name):
+            found.append(cast(Explanation, model.heads[name]).evidence(model.net(name), seen[name], of))
     mask = more.get("attention_mask") if mask is None else mask
     return saliency(found, None if mask is None else mask.bool(), grids), of
 
