@@ -3,7 +3,7 @@
 Every measure chooses heads on the first 80 % of Python's help topics (--calibrate), and the model without them is measured
 on the last 20 % (--evaluate). Heads go in whole groups of three, or one of each group, so that the pruned model is a
 checkpoint of even groups. `random` is the mean of three seeds and the floor. `greedy` tries candidates and measures again
-after each round of --again steps: on few tokens it does no better than the gradient at first. Nothing is trained in between.
+after each round of --again steps. Nothing is trained in between.
 
 A choice for the largest share holds those for the smaller ones: they are its first steps. Takes about twenty minutes on two
 idle cores; `--measures gradient,random --shares 5` is a quick look.

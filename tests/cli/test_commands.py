@@ -305,6 +305,27 @@ def test_list_explains_one_part():
     assert "no part 'ropee'; did you mean rope" in refused("list", "ropee")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("melt", "melt (feature of looped stacks, melt= of a stack)"),
+        ("mhar", "mhar (residual, residual= of a stack)"),
+        ("cla", "cla (map of layers, kv_source= or attn_source= of a stack)"),
+        ("geometric", "geometric (schedule of head counts, heads= of a stack)"),
+        ("care", "care (method, --to of `manyheads shrink`, arXiv"),
+        ("mhr", "mhr (adapter, of `manyheads.adapt`, arXiv"),
+        ("abmil", "abmil (aggregator, of `manyheads.aggregate`)"),
+        ("ordinal", "ordinal (output head, of `manyheads.multi`)"),
+        ("mmoe", "mmoe (module between trunk and heads, of `manyheads.multi`)"),
+    ],
+)
+def test_list_explains_what_has_a_line_but_is_no_part(name, said):
+    ran = run("list", name, "--json")
+    assert ran.out.startswith(said) and ran.json["name"] == name and ran.json["doc"]
+    assert max(map(len, ran.out.splitlines()[:-1])) <= 80
+    assert f"{name} is no part of a spec, but a" in refused("list", name, "--pairs")
+
+
 @pytest.mark.parametrize("part", ["moh", "moe", "window", "hymba", "mh_moe", "rope", "mla", "gated_delta_net"])
 def test_list_explains_in_80_columns_and_in_the_grammar_of_specs(part):
     ran = run("list", part)

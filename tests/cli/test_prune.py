@@ -86,6 +86,10 @@ def test_what_does_not_fit_is_one_line_and_leaves_nothing(tiny, tmp_path):
     assert "regroup: 'map'" in said("--heads", "0:0", *SMALL)
     assert "'0-1' is not of the form 3:0,1" in said("--heads", "0-1", *SMALL)
     assert "out of reach" in said("--to", "5%", *SMALL)
+    assert "a share of 1 of heads leaves every head" in said("--to", "100%", *SMALL)
+    assert "no head may go: every layer keeps at least 9 heads, and none has more than 8" in said(
+        "--to", "50%", "--at-least", "9", *SMALL
+    )
     short.write_text("too short")
     assert "tokens, and 4 windows of 24 need 96" in said("--to", "75%", "--text", short, *SMALL)
     assert "no such file" in refused("prune", tmp_path / "none", "--to", "75%", "--out", out)

@@ -422,6 +422,15 @@ def test_a_stream_needs_a_folder_and_no_whole_model(tiny, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_bad_map_of_devices_is_refused_before_anything_is_read(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "load_source", None)
+    file = tmp_path / "map.json"
+    file.write_text('{"model.layers.0": "cpu", "1": "cpu"}')
+    for given, said in (("there:0", "'there:0', which is not here; auto and cpu"), (file, "lacks layer 2; it takes")):
+        assert said in refused("shrink", tiny, "--device-map", given, "--out", tmp_path / "o")
+    assert [*tmp_path.iterdir()] == [file]
+
+
 # --- several processes
 
 

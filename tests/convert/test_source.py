@@ -187,9 +187,21 @@ def fewer_tensors(folder):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def other_width(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
+
+
+def uneven_heads(folder):
+    config = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": 3, "head_dim": None}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize(
     "damage, words",
     [
+        (other_width, r"tensors of other shapes than its config asks for, the first is .*mlp.*: \[.*\], not \["),
+        (uneven_heads, "not a multiple of the number of attention heads"),
         (no_config, "no config.json; it holds generation_config.json, model.safetensors"),
         (broken_config, "config.json is not JSON"),
         (unknown_family, "no-such-family"),

@@ -1,3 +1,4 @@
+import logging
 import sys
 import time
 
@@ -149,6 +150,28 @@ def test_greedy(tokens):
         for _ in range(6):
             ids.append(source(torch.tensor([ids])).logits[0, -1].argmax().item())
     assert text == tokenizer.decode(ids[2:], skip_special_tokens=True)
+
+
+def test_a_sample_longer_than_the_positions_is_no_word_to_the_user():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words, heard = Tokenizer(WordLevel({f"w{i}": i for i in range(70)}, unk_token="w0")), []
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w69", model_max_length=4)
+    source = model(CONFIGS["llama"])
+    source.config.max_position_embeddings = 4
+    listen = logging.Handler()
+    listen.emit = heard.append
+    logging.getLogger("transformers").addHandler(listen)
+    try:
+        greedy(source, tokenizer, "w3 w4 w5 w6 w7", tokens=3)
+        assert not heard
+        PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=4)("w3 w4 w5 w6 w7")  # elsewhere as ever
+        assert len(heard) == 1
+    finally:
+        logging.getLogger("transformers").removeHandler(listen)
 
 
 @pytest.mark.slow

@@ -45,9 +45,12 @@ def test_float32_within_1e_5():
     torch.testing.assert_close(logits(prune(made, heads), ids), want, rtol=0, atol=1e-5)
 
 
-def test_a_stock_model_is_adopted_and_negative_numbers_count_from_the_end():
-    small = prune(model(), {-1: [-1, -2]})
+def test_a_stock_model_is_adopted_and_numbers_count_from_0_on():
+    small = prune(model(), {1: [3, 2]})
     assert small.config.heads == [4, 2] and small.config.specs[1].startswith("gqa(kv_heads=1, head_dim=8)")
+    for wrong in ({-1: [3, 2]}, {1: [-1, -2]}):
+        with pytest.raises(ValueError, match=r"there is no -1 in .*: layers and heads count from 0 on"):
+            prune(small, wrong)
 
 
 @pytest.mark.parametrize("regroup", ["map", "repeat"])

@@ -37,9 +37,10 @@ def decoder(kind="llama", **more):
     return sharpen(model(config(**{**sizes, **more})).eval())
 
 
-def gpt2():
+def gpt2(**more):
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **more}
+    config = GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
     return sharpen(GPT2LMHeadModel(config).eval())
 
 

@@ -162,6 +162,9 @@ def test_moved_mass_in_decoding_equals_the_full_pass():
     [
         (lambda m: ablate(m, {2: [0]}), "there is no layer 2"),
         (lambda m: ablate(m, {0: [4]}), "there is no head 4"),
+        (lambda m: ablate(m, {0: [1, -1]}), "there is no -1 in .*: layers and heads count from 0 on"),
+        (lambda m: ablate(m, {-1: None}), "there is no -1 in .*: layers and heads count from 0 on"),
+        (lambda m: steer(m, {0: -2}, scale=0.5), "there is no -2"),
         (lambda m: ablate(m, [0]), "heads are given by layer"),
         (lambda m: ablate(m, {}), "heads are given by layer"),
         (lambda m: ablate(m, {0: [1]}, "median"), "replaced by zero, mean or resample"),

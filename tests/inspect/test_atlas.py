@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.cli.line import refused, run, save_tiny
 from tests.inspect import models
+from transformers import WhisperConfig, WhisperForCausalLM
 
 import manyheads as mh
 from manyheads.inspect import measures
@@ -50,6 +51,28 @@ def test_layers_without_weights_have_what_there_is():
     assert "1" not in rows["sink"]["values"] and len(rows["twin"]["values"]["1"]) == 4
 
 
+def test_what_is_undefined_for_every_head_and_layers_that_do_not_run_are_left_out(tmp_path):
+    pytest.importorskip("plotly", reason="needs manyheads[report]")
+    found = atlas(models.decoder(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1), models.ids(2, 20))
+    assert any("undefined for every head: Nearest map, Nearest output" in note for note in found.notes)
+    assert "twin" not in found.tables and found.tables["sink"][0].shape == (1,)
+    page = write_atlas(found, tmp_path).report.read_text()
+    assert "1 layer, 1 head ·" in page
+    axes = json.loads(re.search(r'id="roles-figure">(.*?)</script>', page)[1])["layout"]
+    assert axes["xaxis"]["range"] == [-0.5, 0.5] and axes["yaxis"]["range"] == [0.5, -0.5]
+    window = atlas(models.decoder("mistral"), models.ids(2, 20))
+    assert any("undefined for every head: Duplicates, Induction" in note for note in window.notes)
+    sizes = dict(
+        d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, max_target_positions=40,
+    )  # fmt: skip
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    speech = WhisperForCausalLM(WhisperConfig(vocab_size=99, **sizes, **special)).eval()
+    found = atlas(speech, models.ids(2, 20))
+    assert list(found.heads) == list(found.tables["sink"]) == [0, 2] and found.bottlenecks <= 8
+    assert any("2 layers do not run on text alone" in note for note in found.notes)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     pytest.importorskip("plotly", reason="needs manyheads[report]")
@@ -79,6 +102,19 @@ def test_the_command_says_no_in_a_line(tmp_path):
     assert "ValueError" not in refused("inspect", tmp_path / "nothing")
     tiny = save_tiny(tmp_path / "tiny")
     assert "x tokens" not in refused("inspect", tiny, "--text", tmp_path / "missing.txt")
+
+
+def test_windows_are_no_longer_than_the_positions_of_either_model(tmp_path):
+    long, short, text = save_tiny(tmp_path / "long"), tmp_path / "short", tmp_path / "notes.txt"
+    text.write_text("Heads are small functions of the sequence. " * 40)
+    save_tiny(short)
+    models.gpt2(vocab_size=json.loads((long / "config.json").read_text())["vocab_size"]).save_pretrained(short)
+    options = ["--text", text, "--windows", "1x90", "--out", tmp_path / "out", "--json"]
+    for line in (["inspect", short], ["inspect", long, "--against", short]):
+        ran = run(*line, *options)
+        assert ran.code == 0, ran
+        said = "windows of 90 tokens are longer than the model's 64 positions; cut to 64"
+        assert said in ran.json["notes"] and ran.json["tokens"] == "1 × 64"
 
 
 @pytest.mark.browser

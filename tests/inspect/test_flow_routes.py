@@ -104,8 +104,14 @@ def test_a_silent_head_has_the_floor_alone_and_norms_behind_sublayers_are_refuse
     layer.stack.blocks[0].register_forward_hook(lambda m, a, out: (2 * out[0], out[1]))
     with pytest.raises(ValueError, match="is not its input plus"):
         routes(layer, models.ids(1, 6, 50))
+    with pytest.raises(ValueError, match=r"layer 0 \(encoder.layer.0.*norms behind them \(as BERT"):
+        routes(models.bert(), ids)
     with pytest.raises(ValueError, match="norm="):
         routes(model, ids, norm="l3")
+    with pytest.raises(ValueError, match="has no weights to follow: it reads a state"):
+        routes(Decoder(50, "retnet", 32, 4, layers=1), models.ids(1, 6, 50))
+    with pytest.raises(ValueError, match="there is no token 6; there are 6, from 0 on"):
+        routes(model, ids).edges(6)
 
 
 # --- signals

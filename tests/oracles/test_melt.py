@@ -138,11 +138,22 @@ def test_the_transition_of_layers_that_are_not_linear():
     close(stack(x), other(x), 1e-12)
 
 
-def test_one_loop_is_the_plain_stack():
-    stack, plain, x = melted(1, melt="melt(chunk=3)"), make_stack(LINE, 2), batch(9)
-    assert stack.state_dict().keys() == plain.state_dict().keys() and stack.cost == plain.cost
-    close(stack(x), plain(x))
-    close(stack.train()(x), plain(x))
+def test_without_loops_there_is_nothing_to_melt():
+    said = r"melt: loops=1; rows are shared by loops, of which there are 2 or more"
+    with pytest.raises(OptionError, match=said):
+        Stack(LINE, DIM, HEADS, 2, melt="melt(chunk=3)")
+    with pytest.raises(OptionError, match=said):
+        ManyheadsConfig(specs=LINE, hidden_size=DIM, num_attention_heads=HEADS, num_hidden_layers=2, melt="melt")
+
+
+def test_prefill_in_blocks_depends_on_where_they_end():
+    """One by one does not; more at a time are read as training read them."""
+    x = batch(9)
+    for prefill, same in ((1, True), (3, False)):
+        stack = melted(melt=f"melt(chunk=3, prefill={prefill})").eval()
+        cache = Cache()
+        parts = torch.cat([stack(part, cache=cache) for part in (x[:, :5], x[:, 5:])], 1)
+        assert torch.allclose(parts, stack(x), atol=1e-9) == same
 
 
 def set_gates(stack, keep):
@@ -221,7 +232,7 @@ def test_training_in_chunks_of_one_is_decoding():
 def test_the_cache_does_not_grow_with_loops():
     found = []
     for loops in (1, 2, 4):
-        stack, cache = melted(loops), Cache()
+        stack, cache = melted(loops) if loops > 1 else make_stack(LINE, 2), Cache()
         with torch.no_grad():
             for part in batch(11).split((1, 3, 7), 1):
                 stack(part, cache=cache)

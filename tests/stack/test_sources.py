@@ -1,5 +1,6 @@
 import pytest
 
+from manyheads.core.part import OptionError
 from manyheads.core.spec import SpecError
 from manyheads.stack import Stack
 from manyheads.stack.sources import check_layers, per_layer
@@ -56,6 +57,37 @@ def test_a_spec_that_does_not_fit_names_its_layer():
         Stack(["gqa", "gqa(kv_heads=3)"], 32, 4)
     with pytest.raises(SpecError, match=r"layer 1: .*no part 'gqq'"):
         Stack(["gqa", "gqq"], 32, 4)
+
+
+POD, SPARSE = "gqa(kv_heads=2) + pod(window=2, first=1)", "gqa + hysparse(ratio=1)"
+CHUNKS = "gqa + longheads(chunk={}, chunks=4)"
+
+
+@pytest.mark.parametrize(
+    "specs, options, said",
+    [
+        (["gqa", POD], {}, "pod: layer 1 follows layer 0, whose spec is gqa; give it pod too"),
+        (["gqa + pod", POD], {}, "which has 4 heads over 4 key heads of width 8, and this one 4 heads over 2 key"),
+        ("gqa + pod", {"heads": [2, 4]}, "layer 1 follows layer 0, which has 2 heads"),
+        ([POD, POD, POD + " + kha", POD.replace("1)", "1, leader=1)")], {}, "follows layer 1, which follows layer 0"),
+        (["gqa", SPARSE], {}, "hysparse: layer 1 follows layer 0, whose spec is gqa"),
+        (["gqa(kv_heads=2) + hysparse(ratio=1)", SPARSE], {}, "has 2 key heads of width 8, and this one 4 key heads"),
+        (["gqa", "gqa + lycheedecode(budget=3)"], {}, "lycheedecode: layer 1 follows layer 0, whose spec is gqa"),
+        (["gqa", CHUNKS.format(2)], {"kv_source": [None, 0]}, "longheads: layer 1 follows layer 0, whose spec is gqa"),
+        ([CHUNKS.format(2), CHUNKS.format(3)], {"kv_source": [None, 0]}, "chunks of 2 tokens .* chunks of 3 tokens"),
+    ],
+)
+def test_a_layer_that_follows_another_finds_there_what_it_reads(specs, options, said):
+    layers = 2 if isinstance(specs, str) else len(specs)
+    with pytest.raises(OptionError, match=said) as error:
+        Stack(specs, 32, **{"heads": 4, "layers": layers, **options})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spec", [POD, SPARSE, "gqa + lycheedecode(budget=3)"])
+def test_chains_and_loops_that_follow_as_they_should(spec):
+    assert len(Stack(spec, 32, 4, 4).blocks) == 4
+    Stack(spec, 32, 4, 2, loops=2)
 
 
 def test_counts():

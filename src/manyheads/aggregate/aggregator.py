@@ -105,7 +105,7 @@ class Aggregator(nn.Module):
             one = self(x.new_zeros(1, *x.shape[1:]), **{
                 what: None if each is None else each.new_ones(1, *each.shape[1:]) for what, each in more.items()
             })  # fmt: skip
-            return Pooled(*(None if each is None else each[:0] for each in one))
+            return Pooled._make(None if each is None else each[:0] for each in one)
         if not x.shape[1]:
             x, mask = x.new_zeros(len(x), 1, self.width), mask.new_zeros(len(x), 1)
             size = None if size is None else size.new_zeros(len(x), 1)

@@ -36,7 +36,7 @@ from manyheads.convert.distil import Distil, check, distil
 from manyheads.convert.ranks import Ranks
 from manyheads.convert.resume import write_text
 from manyheads.convert.source import Source, SourceError, load_source
-from manyheads.convert.text import PLENTY, default_text, fitting, windows
+from manyheads.convert.text import PLENTY, default_text, fitting, max_positions, windows
 from manyheads.convert.verify import Quality, Reference, quality
 
 Progress = Callable[[str, int, int], object]
@@ -91,8 +91,7 @@ def heal_model(
     student, master = adopted(loaded.model, options), adopted(source.model, options)
     check(student, master, options)
     notes: list[str] = []
-    limit = getattr(student.config.get_text_config(), "max_position_embeddings", None)
-    text, tokens, told = opened(tokenizer, fitting(evaluation, limit, notes))
+    text, tokens, told = opened(tokenizer, fitting(evaluation, max_positions(student.config), notes))
     text.held(options.batch[1])  # refused here, where it is too short
     progress("load", 1, 1)
     rows: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ import datetime
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from manyheads.bench.report import write_report
 from manyheads.bench.streamed import measure_streamed
 from manyheads.bench.timing import machine
 from manyheads.convert.account import account
-from manyheads.convert.adopt import FAMILIES, adopted_config, family_of
+from manyheads.convert.adopt import FAMILIES, AdoptError, adopted_config, family_of
 from manyheads.convert.corpus import FileWindows, Text
+from manyheads.convert.devices import Device, DeviceMap, peak_memory
 from manyheads.convert.distil import Distil, check, distil
 from manyheads.convert.export.atomic import new_folder
 from manyheads.convert.heal import LayerwiseHeal
@@ -38,14 +39,25 @@ from manyheads.convert.plan import BudgetError, Goal, make_goal, shape_of
 from manyheads.convert.planner import plan_file
 from manyheads.convert.ranks import Ranks, wait_for
 from manyheads.convert.shrink import damage_file, refuse, shrink
-from manyheads.convert.source import EMBEDDED, Source, SourceError, load_source, open_source, read_config, weight_files
-from manyheads.convert.stream import InMemory, OnDisk
-from manyheads.convert.text import Texts, default_text, fitting, read_text, second_text, split, windows
+from manyheads.convert.source import (
+    EMBEDDED,
+    Source,
+    SourceError,
+    download,
+    load_source,
+    open_source,
+    read_config,
+    reason_of,
+    weight_files,
+)
+from manyheads.convert.stream import InMemory, OnDisk, layers_prefix
+from manyheads.convert.text import Texts, default_text, fitting, max_positions, read_text, second_text, split, windows
 from manyheads.convert.verify import quality
 from manyheads.stack.pretrained import ManyheadsConfig
 
 Progress = Callable[[str, int, int], object]
 """Called with (stage, steps done, steps in all)."""
+Devices = Device | Path | Sequence[Device] | Mapping[str, Device] | Mapping[int, Device] | None
 
 PROMPT = "Water boils at a lower temperature in the mountains because"
 CALIBRATION = (16, 1024)
@@ -73,6 +85,7 @@ def shrink_model(
     evaluation: tuple[int, int] = EVALUATION,
     stages: bool = False,
     stream: bool = False,
+    device_map: Devices = None,
     seed: int = 0,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
@@ -96,6 +109,8 @@ def shrink_model(
         stages: also say how much of the loss each stage of a conversion brings (takes another pass for each).
         stream: read the model layer by layer from its folder, and measure so: memory holds a layer, however large the
             model. Nothing is timed or generated, and fits go without the loss's own metric, which needs all of it.
+        device_map: which devices work on which layers, of the conversion and of what `stream` measures (see
+            `DeviceMap.read`); None: the CPU. What takes the whole model stays on the CPU.
         seed: of healing.
 
     Under a launcher (RANK and WORLD_SIZE in the environment) processes share layers and candidates, and rank 0 measures
@@ -125,6 +140,7 @@ def shrink_model(
     if stream and (training is not None or stages):
         raise ValueError(f"{'stages' if stages else 'training end to end'} needs the whole model in memory: no stream")
     out, ranks = out_folder(model, out), Ranks.here()
+    devices = None if device_map is None else DeviceMap.read(device_map, ranks)
     if ranks.world > 1 and training is not None:
         raise ValueError("several processes train by a command of its own, heal; shrink without training first")
     work = partial_folder(out)
@@ -132,10 +148,15 @@ def shrink_model(
     own = read_text([Path(file) for file in texts]) if texts else None
     config = quick_config(model)
     goals = None if config is None else _goals(config, budgets, to)
+    if config is not None and devices is not None:
+        devices.over(layers_prefix(config), len(config.specs))
     clock = _Clock(progress)
     progress("load", 0, 1)
     source = open_source(model) if stream else load_source(model)
-    layers = OnDisk(source.folder) if stream and source.folder is not None else InMemory(source.model)
+    layers = (
+        OnDisk(source.folder, devices=devices) if stream and source.folder is not None
+        else InMemory(source.model, devices)
+    )  # fmt: skip
     clock("load", 1, 1)
     goals = goals or _goals(layers.config, budgets, to)
     tried = Tried.cut(source, own, [Path(file).name for file in texts], calibration, evaluation)
@@ -171,6 +192,9 @@ def shrink_model(
             row |= {"folder": str(out / goal.name), "damage_healed": row["damage_healed"] if healing else None}
             if stages and isinstance(layers, InMemory):
                 row["stages"] = _stages(layers, tried.calibration, goal, work, clock)
+        if taken := peak_memory(layers.devices):
+            said = ", ".join(f"{size:,.0f} MB on {device}" for device, size in taken.items())
+            notes.append(f"tensors took at most {said}; other figures of memory are the host's")
         result = {
             "model": source.name, "date": datetime.date.today().isoformat(), "text": tried.text, "source": rows[0],
             "candidates": rows[1:], "prompt": prompt, "seconds": clock.seconds, "machine": machine(), "notes": notes,
@@ -228,7 +252,7 @@ def quick_config(model: str | Path) -> ManyheadsConfig | None:
         config = None
         if not local:
             with suppress(Exception):  # of the hub: no network, no such name
-                config = AutoConfig.from_pretrained(str(model))
+                config = AutoConfig.from_pretrained(download(str(model), ["config.json"]))
         return None if config is None else _specs_of(config)
     weight_files(path)
     return config_of(path)
@@ -246,14 +270,16 @@ def config_of(path: Path) -> ManyheadsConfig:
         if not isinstance(kind, str):
             raise SourceError(f"{path / 'config.json'} names no model_type")
         if kind not in {"manyheads", *(known for family in FAMILIES for known in family.model_types)}:
-            family_of(cast(PreTrainedConfig, SimpleNamespace(model_type=kind)))  # raises, naming those known
+            try:
+                family_of(cast(PreTrainedConfig, SimpleNamespace(model_type=kind)))
+            except AdoptError as error:
+                raise AdoptError(f"{path}: {error}") from None
     else:
         where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         config = AutoConfig.from_pretrained(**where)
     except Exception as error:  # transformers raises whatever the checks of its fields raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SourceError(f"the config of {path} cannot be read: {reason}") from error
+        raise SourceError(f"the config of {path} cannot be read: {reason_of(error)}") from error
     return _specs_of(config)
 
 
@@ -317,7 +343,7 @@ def cut_texts(
         own: text of `files`, instead of Python's help topics. calibration, evaluation: (windows, tokens in each).
     """
     tokenizer, notes = source.reader(), list[str]()
-    limit = getattr(source.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(source.model.config)
     (c, c_length), (e, e_length) = (fitting(cut, limit, notes) for cut in (calibration, evaluation))
     cut = Texts.from_text(
         tokenizer, own or default_text(), calibration_windows=c, calibration_length=c_length,
@@ -333,7 +359,7 @@ def cut_texts(
 
 def _within(contexts: Sequence[int], config: ManyheadsConfig, notes: list[str]) -> tuple[int, ...]:
     """Contexts no longer than the model's positions, each once."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(config)
     if limit is None or max(contexts, default=0) <= limit:
         return tuple(dict.fromkeys(contexts))
     notes.append(f"contexts above the model's {limit} positions are timed at {limit}")
@@ -379,7 +405,7 @@ def _end_to_end(
     training: Distil, teacher: PreTrainedModel, own: str | None, tried: Tried
 ) -> tuple[Distil, FileWindows]:
     """The options as the model allows them, and the text; refused here, where they do not fit."""
-    limit = getattr(teacher.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(teacher.config)
     training = replace(training, batch=fitting(training.batch, limit, tried.notes))
     check(teacher, teacher, training)
     text = FileWindows(tried.tokenizer, Text.of(split(own or default_text())[0]))

@@ -16,6 +16,7 @@ from torch import Tensor
 from manyheads.bench.figures import CACHED, LARGEST_DIFFERENCE, CheckError, said, told
 from manyheads.bench.timing import PeakMemory
 from manyheads.convert.account import has_run, shell_of
+from manyheads.convert.devices import DeviceMap
 from manyheads.convert.plan import Goal
 from manyheads.convert.shrink import Damage
 from manyheads.convert.stream import Layers, OnDisk, attention_of, batches, run
@@ -56,7 +57,7 @@ def measure_streamed(
 
     rows = [row("source", source)]
     for (goal, folder), damage in zip(folders.items(), damages, strict=True):
-        candidate = OnDisk(folder)
+        candidate = OnDisk(folder, devices=DeviceMap(source.devices))
         rows.append(row(goal.name, candidate) | told(goal, damage, candidate.config))
     return rows
 
@@ -89,7 +90,7 @@ def through(
 def cached_floats(attention: SeamAttention, x: Tensor) -> float:
     """Numbers cached for a token of x `[1, T, D]`, measured; x decoded in steps is what a full pass makes of it."""
     cache, count, layer = Cache(), x.shape[1], attention.site.layer
-    where = torch.arange(count)[None]
+    where = torch.arange(count, device=x.device)[None]
     full = attention(x, position_ids=where)[0]
     steps = [attention(x[:, t : t + 1], position_ids=where[:, t : t + 1], cache=cache)[0] for t in range(count)]
     apart = (torch.cat(steps, 1) - full).abs().max().item()

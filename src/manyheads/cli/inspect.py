@@ -41,7 +41,7 @@ def inspect(
     beside = None if against is None else find(against)
     from manyheads.bench.heal import check_vocabularies
     from manyheads.convert.source import load_source
-    from manyheads.convert.text import default_text, read_text
+    from manyheads.convert.text import default_text, fitting, max_positions, read_text
     from manyheads.convert.text import windows as cut
     from manyheads.inspect.atlas import atlas, write_atlas
     from manyheads.inspect.measures import ordinals
@@ -49,6 +49,12 @@ def inspect(
     own = read_text(text) if text else None
     loaded = load_source(name)
     tokenizer = loaded.reader(name)
+    other = None if beside is None else load_source(beside)
+    if other is not None:
+        check_vocabularies(loaded, other)
+    notes: list[str] = []
+    for each in filter(None, (loaded, other)):
+        count, length = fitting((count, length), max_positions(each.model.config), notes)
     ids = cut(tokenizer, own or default_text(), count=count, length=length)
     said = ", ".join(file.name for file in text) if text else "Python's help topics"
 
@@ -60,11 +66,9 @@ def inspect(
         words = [decode(token) for token in ids[0].tolist()]
         look = partial(atlas, ids=ids, text=said, progress=bars, ordinals=lists, words=words, decode=decode)
         found = look(loaded.model.eval(), name=Path(name).name)
-        if beside is not None:
-            other = load_source(beside)
-            check_vocabularies(loaded, other)
-            found = replace(found, against=look(other.model.eval(), name=Path(beside).name))
-    found = write_atlas(found, out.expanduser())
+        if other is not None:
+            found = replace(found, against=look(other.model.eval(), name=Path(str(beside)).name))
+    found = write_atlas(replace(found, notes=(*notes, *found.notes)), out.expanduser())
     for line in found.notes:
         note(line)
     show(found)

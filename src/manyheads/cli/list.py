@@ -28,6 +28,7 @@ def list_parts(
     debug: Debug = False,
 ) -> None:
     """List the parts of attention by stage and the feed-forwards, with papers and options, or explain one."""
+    from manyheads.core.part import OptionError
     from manyheads.core.registry import all_feeds, all_parts, all_presets, find
 
     if methods:
@@ -37,16 +38,26 @@ def list_parts(
         _families(as_json)
         return
     presets, feeds = all_presets(), all_feeds()
+    known = {*presets, *all_parts(), *feeds}
+    other = {} if part is None or part in known else _elsewhere()
     if pairs:
+        if part in other:
+            raise OptionError(f"{part} is no part of a spec, but a {other[part][0]}; parts alone go together")
         _pairs(None if part is None else find(part).name, as_json)
+        return
+    if part in other:
+        stage, kind = other[part]
+        found = _entry(kind) | {"stage": stage, "doc": inspect.getdoc(kind) or ""}
+        _explain(found)
+        finish(found, as_json)
         return
     if part is not None:
         kinds = [presets.get(part) or find(part)] if part in {*presets, *all_parts()} else []
         kinds = [*kinds, *([feeds[part]] if part in feeds else [])] or [find(part)]
-        found = [_entry(kind) | {"doc": inspect.getdoc(kind) or ""} for kind in kinds]
-        for entry in found:
+        entries = [_entry(kind) | {"doc": inspect.getdoc(kind) or ""} for kind in kinds]
+        for entry in entries:
             _explain(entry)
-        finish(found[0] if len(found) == 1 else found, as_json)
+        finish(entries[0] if len(entries) == 1 else entries, as_json)
         return
     entries = [_entry(kind) for kind in [*all_parts().values(), *presets.values(), *feeds.values()]]
     rows = [[each["stage"], each["name"], each["paper"], ", ".join(each["options"])] for each in entries]
@@ -54,6 +65,32 @@ def list_parts(
     rows = [["", *row[1:]] if repeated else row for row, repeated in zip(rows, repeats, strict=True)]
     table(["stage", "part", "paper", "options"], rows, left=4)
     finish(entries, as_json)
+
+
+def _elsewhere() -> dict[str, tuple[str, Any]]:
+    """What has a line in other places than specs: what it is and where it is given, and its options, by name."""
+    from manyheads.aggregate.aggregator import KINDS as AGGREGATORS
+    from manyheads.convert.methods import METHODS
+    from manyheads.experts import adapters
+    from manyheads.multi.between import KINDS as BETWEEN
+    from manyheads.multi.head import KINDS as HEADS
+    from manyheads.stack.heads import SCHEDULES
+    from manyheads.stack.maps import MAPS
+    from manyheads.stack.melt import MELT
+    from manyheads.stack.residual import RESIDUALS
+
+    places: dict[str, Mapping[str, Any]] = {
+        "module between trunk and heads, of `manyheads.multi`": BETWEEN,
+        "output head, of `manyheads.multi`": HEADS,
+        "aggregator, of `manyheads.aggregate`": AGGREGATORS,
+        "adapter, of `manyheads.adapt`": adapters.kinds(),
+        "map of layers, kv_source= or attn_source= of a stack": MAPS,
+        "schedule of head counts, heads= of a stack": SCHEDULES,
+        "residual, residual= of a stack": RESIDUALS,
+        "feature of looped stacks, melt= of a stack": {MELT.name: MELT},
+        "method, --to of `manyheads shrink`": METHODS,
+    }
+    return {name: (what, kind) for what, kinds in places.items() for name, kind in kinds.items()}
 
 
 def _methods(name: str | None, as_json: bool) -> None:
@@ -170,8 +207,9 @@ def _entry(kind: Any) -> dict[str, Any]:
 
     feed: bool = issubclass(kind, Feed)
     stage = "feed-forward" if feed else getattr(kind, "stage", "preset")
-    entry: dict[str, Any] = {"name": kind.name, "stage": stage, "paper": kind.paper, "options": options(kind)}
-    if stage == "preset":
+    paper: str = getattr(kind, "paper", "")
+    entry: dict[str, Any] = {"name": kind.name, "stage": stage, "paper": paper, "options": options(kind)}
+    if stage == "preset" and hasattr(kind, "parts"):
         entry["parts"] = [part.name for part in kind().parts()]
     return entry
 

@@ -51,8 +51,15 @@ _SAID = {
     "gradient-by-layer": "what the loss feels of them, over each layer's length",
     "ablation": "how much the loss rises without each",
     "output": "how much they add to the residual stream",
-    "greedy": "how much the loss rises without them, measured again after each round",
+    "greedy": "how far predictions move without them, measured again after each round",
     "random": "chance",
+}
+
+
+_STOPPED = {
+    "keep": "",
+    "limit": ", as one step more takes perplexity above its limit",
+    "heads": ", as no more heads may go",
 }
 
 
@@ -143,8 +150,8 @@ def show(found: dict[str, Any]) -> None:
         first, last = plan["steps"][0]["score"], plan["steps"][-1]["score"]
         wrapped(
             f"Heads went by {_SAID[plan['by']]}, for what they save of {plan['of']}: {len(plan['steps'])} steps, the "
-            f"first at {first:.3g}, the last at {last:.3g}; {plan['kept']:.1%} is left. A layer's score is that of its "
-            f"last step. Measured on {found['text']['calibration']}."
+            f"first at {first:.3g}, the last at {last:.3g}; {plan['kept']:.1%} is left{_STOPPED[plan['stopped']]}. "
+            f"A layer's score is that of its last step. Measured on {found['text']['calibration']}."
         )
     head = ["", "heads", "parameters", "MB", "KV B/\ntoken", "perplex-\nity", "KL", "top-1\n%", "ms/\ntoken"]
     table(

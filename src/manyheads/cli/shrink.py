@@ -70,6 +70,14 @@ def shrink(
             help="For models larger than memory: read a folder layer by layer, and time nothing.",
         ),
     ] = False,
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MAP",
+            help="Devices that work on the layers: auto, cuda:1, cuda:0,cuda:1 (blocks of layers), or a JSON file of "
+            "devices by layer. Default the CPU.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of healing.")] = 0,
     as_json: Json = False,
     debug: Debug = False,
@@ -97,7 +105,7 @@ def shrink(
         with Bars() as bars:
             result = job.shrink_model(
                 model, kv or ["50%"], to=to, texts=text or (), heal=heal, end_to_end=distil, out=out, resume=resume,
-                stages=stages, stream=stream, seed=seed, **options,
+                stages=stages, stream=stream, device_map=device_map, seed=seed, **options,
                 progress=bars if Ranks.here().rank == 0 else lambda *step: None,
             )  # fmt: skip
     except KeyboardInterrupt:

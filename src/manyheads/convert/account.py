@@ -64,7 +64,7 @@ def account(
     names = ["rope", "rank"] if goal.to == "mla" else [_single(goal)]
     hidden = {name: layers.embed(tokens) for name in ("source", *names)}
     for index in range(count):
-        stats, _ = surveyed(work / "survey", index)
+        stats, _ = surveyed(work / "survey", index, layers.devices[index])
         with layers.open(index) as layer:
             own = attention_of(layer, layers.config)
             moves = stages(goal, own, stats, damage)
@@ -80,7 +80,7 @@ def account(
 
 
 def shell_of(layers: Layers) -> PreTrainedModel:
-    """The family's model without layers: what turns the last hidden states into logits."""
+    """The family's model without layers, where the last of these lives: what turns hidden states into logits."""
     base: Any = copy.deepcopy(layers.config.base)
     base.num_hidden_layers = 0
     if getattr(base, "layer_types", None) is not None:
@@ -88,7 +88,7 @@ def shell_of(layers: Layers) -> PreTrainedModel:
     shell = AutoModelForCausalLM.from_config(base, attn_implementation="eager")
     shell.load_state_dict(dict(layers.rest()), strict=False, assign=True)
     shell.tie_weights()
-    return shell.eval()
+    return cast(PreTrainedModel, shell.eval().to(layers.devices[-1]))
 
 
 class HasRun(nn.Module):
@@ -99,7 +99,7 @@ class HasRun(nn.Module):
 
     def __init__(self, shell: PreTrainedModel, windows: Tensor, hidden: Tensor) -> None:
         super().__init__()
-        self.shell, self.windows, self.hidden = shell, windows, hidden
+        self.shell, self.windows, self.hidden = shell, windows.to(shell.device), hidden
         self.config, self.device = shell.config, shell.device
 
     def get_output_embeddings(self) -> nn.Module:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from manyheads.convert.beside import Beside
 from manyheads.convert.corpus import TrainingText
+from manyheads.convert.devices import fast_in_half
 from manyheads.convert.lora import put_lora
 from manyheads.convert.place import Alone, here
 from manyheads.convert.ranks import Ranks
@@ -191,9 +192,7 @@ def check(student: PreTrainedModel, teacher: PreTrainedModel, options: Distil) -
 def _fast(device: torch.device, asked: bool | None) -> bool:
     if asked is not None:
         return asked
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return fast_in_half(device)
 
 
 @contextmanager

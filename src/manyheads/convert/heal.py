@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from manyheads.convert.stats import power
+from manyheads.convert.stats import positions_of, power
 from manyheads.stack.seam import SeamAttention
 
 JUDGED = 4096
@@ -57,7 +57,7 @@ class LayerwiseHeal:
             The relative squared error that is left, in the metric. It is never above the one before: a fit that helped
             nothing (of a layer that is exact already) is taken back.
         """
-        weights, root, where = self._token_weights(stream), self._root(x, metric), _places(x, positions)
+        weights, root, where = self._token_weights(stream), self._root(x, metric), positions_of(x, positions)
         before = self._error(attention, x, target, weights, root, where)
         if self.steps == 0 or before <= (1e-4 if self.bfloat16 else 0):  # below what half precision can tell
             return before
@@ -81,7 +81,7 @@ class LayerwiseHeal:
         for step in range(self.steps):
             if len(order) < rows_a_step:
                 order = torch.cat([order, torch.randperm(len(x), generator=generator)])
-            rows, order = order[:rows_a_step], order[rows_a_step:]
+            rows, order = order[:rows_a_step].to(x.device), order[rows_a_step:]
             for group in adam.param_groups:
                 group["lr"] = group["base"] * self._schedule(step)
             error = (self._apply(attention, placed(free), x[rows], where[rows]) - target[rows]) @ root
@@ -105,7 +105,7 @@ class LayerwiseHeal:
     ) -> float:  # fmt: skip
         """Relative squared error of the layer's output, weighted as the fit weighs it."""
         weights, root = self._token_weights(stream), self._root(x, metric)
-        return self._error(attention, x, target, weights, root, _places(x, positions))
+        return self._error(attention, x, target, weights, root, positions_of(x, positions))
 
     @torch.no_grad()
     def _error(
@@ -122,7 +122,7 @@ class LayerwiseHeal:
 
     def _root(self, x: Tensor, metric: Tensor | None) -> Tensor:
         if metric is None:
-            return torch.eye(x.shape[-1], dtype=x.dtype)
+            return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         return power(metric / metric.diagonal().mean().clamp_min(1e-30), 0.5, self.metric_floor).to(x.dtype)
 
     def _token_weights(self, stream: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class LayerwiseHeal:
     def _apply(self, attention: SeamAttention, weights: dict[str, Tensor] | None, x: Tensor, where: Tensor) -> Tensor:
         if weights is None:
             weights = {name: w.to(x.dtype) for name, w in attention.named_parameters()}
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
             return functional_call(attention, weights, (x,), {"position_ids": where})[0].to(x.dtype)
 
     @torch.no_grad()
@@ -158,9 +158,5 @@ class LayerwiseHeal:
         o, left = torch.cat(seen).to(x.dtype), (target - y).flatten(0, 1)
         weighted = o * weights.flatten()[:, None]
         gram, cross = (weighted.T @ o).double(), (weighted.T @ left).double()
-        gram += self.ridge * gram.diagonal().mean() * torch.eye(len(gram))
+        gram += self.ridge * gram.diagonal().mean() * torch.eye(len(gram), device=x.device)
         linear.weight += torch.linalg.solve(gram, cross).T
-
-
-def _places(x: Tensor, positions: Tensor | None) -> Tensor:
-    return torch.arange(x.shape[1]).expand(len(x), -1) if positions is None else positions

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from manyheads.attention.discrete import DiscreteHeads
 from manyheads.convert.moves.retrieval import recurrent
 from manyheads.convert.relations import projected
+from manyheads.convert.stats import positions_of
 from manyheads.convert.training import rate
 from manyheads.core.mask import Axis
 from manyheads.core.part import OptionError
@@ -67,7 +68,7 @@ class Mohawk:
         replaced = [head for head in range(count) if head not in kept]
         if heads.heads != len(replaced):
             raise OptionError(f"{heads.heads} recurrent heads, where {len(replaced)} of {count} were replaced")
-        where = torch.arange(x.shape[1]).expand(len(x), -1) if positions is None else positions
+        where = positions_of(x, positions)
         held = student.requires_grad_(False)
         some = slice(max(1, self.batch // x.shape[1]))
         if self.steps:
@@ -101,10 +102,10 @@ class Mohawk:
         generator, count = torch.Generator().manual_seed(self.seed), max(1, min(len(x), self.batch // x.shape[1]))
         losses: list[float] = []
         for step in range(self.steps):
-            rows = torch.randperm(len(x), generator=generator)[:count]
+            rows = torch.randperm(len(x), generator=generator)[:count].to(x.device)
             for group in adam.param_groups:
                 group["lr"] = group["size"] * rate(step, self.steps, self.rate, self.steps // 10)
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
                 loss = loss_of(rows)
             adam.zero_grad()
             loss.backward()

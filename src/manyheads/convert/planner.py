@@ -226,7 +226,7 @@ def try_all(
     costs = Costs(config, cast(Auto, goal.method))
     sizes = {**dict.fromkeys(names, 0.0), "source": costs.whole}
     for index in range(count):
-        stats, felt = surveyed(survey, index)
+        stats, felt = surveyed(survey, index, layers.devices[index])
         with layers.open(index) as layer:
             own = attention_of(layer, config)
             seen = run(layer, config, hidden["source"], where, bfloat16=fast)

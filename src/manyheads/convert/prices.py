@@ -24,7 +24,7 @@ from manyheads.convert.plan import BudgetError, Goal, Shape
 from manyheads.convert.ranks import ALONE, Ranks, wait_for
 from manyheads.convert.resume import write_text
 from manyheads.convert.share import reader_of
-from manyheads.convert.stats import AttentionStats, power
+from manyheads.convert.stats import AttentionStats, positions_of, power
 from manyheads.convert.stream import Layers, attention_of, batches, put_attention, run
 from manyheads.convert.survey import Calibration, Progress, surveyed
 from manyheads.core.flow import Links, Rows
@@ -188,7 +188,7 @@ def price(
     for index in range(count):
         with layers.open(index) as layer:
             attention = attention_of(layer, config)
-            stats, felt = surveyed(survey, index)
+            stats, felt = surveyed(survey, index, layers.devices[index])
             links = [Links() for _ in batches(hidden)]
             seen = run(layer, config, hidden, where, bfloat16=text.bfloat16, links=links)
             if told:
@@ -213,7 +213,7 @@ def price(
                 more = given[option.at] if option.kind == "share" else None
                 left.append(run(layer, config, own, where, record=False, bfloat16=text.bfloat16, links=more).after)
                 told.append((index, option))
-            branches = torch.cat([branches, *left])
+            branches = torch.cat([branches.to(hidden.device), *left])
     shell = shell_of(layers)
     thin = dict(enumerate(branches[:, ::THINNED].split(len(hidden))))
     harms = divergences(shell, hidden[:, ::THINNED], thin)
@@ -280,16 +280,18 @@ class Judge:
     def __init__(
         self, x: Tensor, target: Tensor, stream: Tensor, felt: Tensor | None, where: Tensor, bfloat16: bool
     ) -> None:
-        self.x, self.target, self.where, self.bfloat16 = x, target, where, bfloat16
+        self.x, self.target, self.where, self.bfloat16 = x, target, positions_of(x, where), bfloat16
         self.root = None if felt is None else power(felt, 0.5).to(x.dtype)
-        self.weights = 1 / stream.pow(2).sum(-1).clamp_min(1e-12) if felt is None else torch.ones(x.shape[:2])
+        self.weights = 1 / stream.pow(2).sum(-1).clamp_min(1e-12) if felt is None else x.new_ones(x.shape[:2])
 
     @torch.no_grad()
     def __call__(self, attention: SeamAttention, links: Sequence[Links] | None = None) -> float:
         total = 0.0
+        for link in links or ():
+            link.move(self.x.device)
         parts = [batches(t) for t in (self.x, self.target, self.where, self.weights)]
         for n, (x, target, where, weights) in enumerate(zip(*parts, strict=True)):
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
                 y = attention.to(x.dtype)(x, position_ids=where, links=None if links is None else links[n])[0]
             error = y.to(x.dtype) - target
             error = error if self.root is None else error @ self.root

@@ -21,13 +21,16 @@ class Ranks:
     world: int = 1
     near: int = 1
     """Processes on this machine."""
+    local: int = 0
+    """The place of this one among them."""
 
     @classmethod
     def here(cls) -> Ranks:
         rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         if not 0 <= rank < world:
             raise ValueError(f"RANK={rank} and WORLD_SIZE={world} in the environment do not go together")
-        return cls(rank, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        near = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        return cls(rank, world, near, int(os.environ.get("LOCAL_RANK", rank % near)))
 
     def share(self, tasks: Sequence[T]) -> list[T]:
         """Every n-th task."""

@@ -305,6 +305,16 @@ def check_shared(config: ManyheadsConfig, owners: int) -> None:
         raise OptionError(f"{owners} of {count} layers with rows of their own; there may be {count - may} to {count}")
 
 
+def check_in_place(layers: InMemory) -> None:
+    """Raise an `OptionError` where layers were to be worked on elsewhere than in the whole model."""
+    away = {device for device in layers.devices if device != layers.model.device}
+    if away:
+        raise OptionError(
+            f"a search for layers that share tries the whole model, on {layers.model.device}; "
+            f"it has no use for {', '.join(sorted(map(str, away)))}"
+        )
+
+
 @torch.no_grad()
 def shrink_shared(
     layers: Layers,

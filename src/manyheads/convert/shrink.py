@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from manyheads.convert.adopt import family_of
+from manyheads.convert.devices import fast_in_half
 from manyheads.convert.heal import LayerwiseHeal
 from manyheads.convert.methods import Retrieval, Shared, Tensorised
 from manyheads.convert.mohawk import Mohawk
@@ -31,7 +32,7 @@ from manyheads.convert.planner import Plan, become, make_plan, plan_file
 from manyheads.convert.prices import check_plan
 from manyheads.convert.ranks import ALONE, Ranks, wait_for
 from manyheads.convert.resume import check_resume, write_text
-from manyheads.convert.share import check_shared, shrink_shared
+from manyheads.convert.share import check_in_place, check_shared, shrink_shared
 from manyheads.convert.stats import AttentionStats
 from manyheads.convert.stream import InMemory, Layers, OnDisk, attention_of, batches, layer_name, put_attention, run
 from manyheads.convert.survey import Calibration, Progress, look_up, save, stretched, survey, surveyed, turning_damage
@@ -73,7 +74,7 @@ def shrink(
         heal: layer-wise healing, or None for the bare fit.
         stretch: half of the windows get jumps in their positions, up to this one (or as far as the source goes), so
             that short windows also teach what far keys look like; 0 for none.
-        bfloat16: matrix products in half precision; by default where the processor is fast at them.
+        bfloat16: matrix products in half precision; by default where all devices are fast at them.
         options: anything else that the result depends on; recorded to check a resume.
         ranks: this process among several with one `work`. They share the layers of the survey and of prices, then the
             goals; each returns when all goals are finished.
@@ -83,13 +84,15 @@ def shrink(
     """
     heal = LayerwiseHeal(steps=0) if heal is None else heal
     if bfloat16 is None:
-        bfloat16 = torch.cpu._is_avx512_bf16_supported()
+        bfloat16 = all(map(fast_in_half, layers.devices))
     heal = replace(heal, bfloat16=bfloat16)
     limit = min(stretch, getattr(layers.config.base, "max_position_embeddings", stretch))
     text = Calibration(tokens, stretched(len(tokens), tokens.shape[1], limit, heal.seed), bfloat16)
     refuse(layers.config, goals)
     if any(goal.to == "retrieval" for goal in goals) and not isinstance(layers, InMemory):
         raise OptionError("which heads retrieve is tried on the whole model; this one is read layer by layer")
+    if any(goal.to == "share" for goal in goals) and isinstance(layers, InMemory):
+        check_in_place(layers)
     source = {"source": _digest(layers.embed(tokens)), "tokens": _digest(tokens)}
     check_resume(work, {**source, "heal": asdict(heal), "stretch": limit, **(options or {})})
     slots = torch.zeros(0)
@@ -174,9 +177,9 @@ def convert(
         with layers.open(index) as layer:
             seen = run(layer, config, source, text.positions, bfloat16=text.bfloat16)
             given = run(layer, config, ours, text.positions, bfloat16=text.bfloat16)
-            stats, felt = surveyed(work / "survey", index)
+            stats, felt = surveyed(work / "survey", index, layers.devices[index])
             # Through a norm a layer cannot make good what earlier ones lost: it is to do what its source does.
-            stream, target = (seen.y, seen.y) if normed else (seen.before + seen.y, seen.before + seen.y - ours)
+            stream, target = (seen.y, seen.y) if normed else (seen.before + seen.y, seen.before + seen.y - given.before)
             problem = (given.x, target, stream, felt, text.positions)
             own = (given.x, given.y, stream, felt, text.positions)
             attention = attention_of(layer, config)
@@ -325,4 +328,4 @@ def _header(file: Path) -> dict[str, tuple[int, int]]:
 
 
 def _digest(tokens: Tensor) -> str:
-    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]

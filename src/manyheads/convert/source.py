@@ -5,7 +5,7 @@ Everything that can be wrong with the files is said before a weight is read.
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -85,7 +85,7 @@ def load_source(
         return _load_gguf(path, path.stem, dtype)
     if isinstance(name, Path) or path.is_absolute() or name[0] in "./~" or name.count("/") > 1:
         raise SourceError(f"{name}: no such file or folder")
-    return _load_folder(_download(name), name, dtype, auto, spare)
+    return _load_folder(download(name), name, dtype, auto, spare)
 
 
 def open_source(name: str | Path) -> Source:
@@ -97,7 +97,7 @@ def open_source(name: str | Path) -> Source:
     path = Path(name).expanduser()
     if str(name) == EMBEDDED or path.suffix == ".gguf" or path.is_file():
         raise SourceError(f"{name} is a GGUF file, which is read whole; layers are read from a folder of safetensors")
-    folder = path if path.is_dir() else _download(str(name))
+    folder = path if path.is_dir() else download(str(name))
     config = read_config(folder)
     weight_files(folder)
     if config.get("model_type") == "manyheads":
@@ -194,9 +194,15 @@ def _load_folder(folder: Path, name: str, dtype: torch.dtype, auto: Any, spare: 
     if config.get("model_type") == "manyheads":
         import_module("manyheads.stack")  # registers the class that reads its own checkpoints
     with quiet(), _explained(folder):
-        loaded: Any = auto.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-        model, report = loaded
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both are said below
+        model, report = auto.from_pretrained(folder, dtype=dtype, **options)
         tokenizer = _tokenizer(folder)
+    if other := sorted(report["mismatched_keys"]):
+        name, has, wanted = other[0]
+        raise SourceError(
+            f"{folder} has {len(other)} tensors of other shapes than its config asks for, the first is {name}: "
+            f"{[*has]}, not {[*wanted]}"
+        )
     if missing := sorted(key for key in report["missing_keys"] if not key.startswith(spare)):
         raise SourceError(f"{folder} lacks {len(missing)} tensors that its config asks for, the first is {missing[0]}")
     return Source(model.eval(), tokenizer, name, folder)
@@ -235,12 +241,17 @@ def _unflagged(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-def _download(name: str) -> Path:
+def download(name: str, patterns: Sequence[str] = _HUB_PATTERNS) -> Path:
+    """The folder with those files of a model on the hub that fit the patterns.
+
+    Raises:
+        SourceError: it is not there, or the hub does not answer.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED))
+        return Path(snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=_HUB_IGNORED))
     except (GatedRepoError, RepositoryNotFoundError) as error:
         raise SourceError(f"{name}: the hub has no such model, or it needs `hf auth login`") from error
     except HFValidationError as error:
@@ -257,5 +268,10 @@ def _explained(path: Path) -> Iterator[None]:
     except SourceError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise SourceError(f"{path} cannot be loaded: {reason}") from error
+        raise SourceError(f"{path} cannot be loaded: {reason_of(error)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what an error says, and the next where that one only announces it."""
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

@@ -40,6 +40,8 @@ class Pairs:
         width = attention.layout.qk_width
         turns = attention.layout.rotary
         turning = 0 if turns is None else turns.stop - turns.start
+        weight = next(attention.parameters())
+        device = torch.device("cpu") if weight.is_meta else weight.device  # of a layer that is only described
         still = torch.arange(turning, width).view(2, -1)
         channels = torch.arange(turning)
         half = channels.view(-1, 2).T if rope.pairing == "interleaved" else channels.view(2, turning // 2)
@@ -51,7 +53,7 @@ class Pairs:
             theta[: turning // 2] = rope.frequencies(turning).double()
             index[: turning // 2] = torch.arange(turning // 2) if rope.pairs is None else torch.tensor(rope.pairs)
             gain[: turning // 2] = rope.growth() ** 2
-        return cls(re, im, theta, index, gain)
+        return cls(*(each.to(device) for each in (re, im, theta, index, gain)))
 
     def join(self, rows: Tensor) -> Tensor:
         """Real rows `[..., width, D]` to complex rows `[..., pairs, D]`."""
@@ -102,7 +104,7 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
     o_proj = project.o_proj.weight.double().view(layout.dim, layout.q, layout.v_width)
     gram = torch.einsum("fe,ehd->hfd", metric.double(), o_proj)
     gram = (gram.transpose(1, 2) @ gram).to(x.dtype)  # [H, v, v]: |R W_O u|² = uᵀ gram u
-    positions = torch.arange(t).expand(n, -1) if positions is None else positions
+    positions = positions_of(x, positions)
     whole = Axis(t, 0, device=x.device)
     hidden = ~attention._mask(attention._flow(x[:1], whole, None, None, None, None), whole, whole, None).tile()[0, 0]
     cap = next((part.cap for part in attention.spec.parts if isinstance(part, Softmax)), None)
@@ -162,6 +164,11 @@ def measure(attention: Attention, x: Tensor, metric: Tensor, positions: Tensor |
     )
 
 
+def positions_of(x: Tensor, positions: Tensor | None) -> Tensor:
+    """Positions `[N, T]` of x `[N, T, …]`, on its device; None: 0, 1, …."""
+    return (torch.arange(x.shape[1]).expand(len(x), -1) if positions is None else positions).to(x.device)
+
+
 def _mean_one(weights: Tensor) -> Tensor:
     """Weights with a mean of one; where nothing matters, all alike."""
     mean = weights.mean()
@@ -188,7 +195,8 @@ def sensitivity(
     modules whose input is the residual stream after attention; `windows` `[N, T]`. Each window's first token, a sink
     whose stream is far larger than any other, is left out.
     """
-    positions = torch.arange(windows.shape[1]).expand(len(windows), -1) if positions is None else positions
+    windows = windows.to(model.device)
+    positions = positions_of(windows, positions)
     moments = [torch.zeros(0)] * len(places)
     streams: list[Tensor] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -203,7 +211,7 @@ def sensitivity(
     try:
         for tokens, where in zip(windows.split(batch), positions.split(batch), strict=True):
             streams.clear()
-            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            with torch.autocast(windows.device.type, torch.bfloat16, enabled=bfloat16):
                 # The mask says that each window is one document, wherever its positions jump.
                 out = model(
                     inputs_embeds=table(tokens).requires_grad_(), attention_mask=torch.ones_like(tokens),
@@ -211,7 +219,7 @@ def sensitivity(
                 )  # fmt: skip
             logits = out.logits.flatten(0, 1).float()
             with torch.no_grad():
-                labels = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+                labels = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].to(logits.device)
             torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
             del out, logits
             for index, stream in enumerate(streams):
@@ -233,7 +241,8 @@ def power(matrix: Tensor, exponent: float, damping: float = 1e-3) -> Tensor:
 
     Zeros count as the identity: where nothing is felt, all weighs alike.
     """
-    matrix = matrix.double() if matrix.any() else torch.eye(len(matrix), dtype=torch.float64)
+    one = torch.eye(len(matrix), dtype=torch.float64, device=matrix.device)
+    matrix = matrix.double() if matrix.any() else one
     mean = matrix.diagonal().mean().clamp_min(1e-100)
-    values, vectors = torch.linalg.eigh(matrix + damping * mean * torch.eye(len(matrix), dtype=torch.float64))
+    values, vectors = torch.linalg.eigh(matrix + damping * mean * one)
     return (vectors * values.clamp_min(1e-12 * mean) ** exponent) @ vectors.T

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from manyheads.convert.adopt import adopt, adopt_attention, adopted_config
+from manyheads.convert.devices import DeviceMap
 from manyheads.convert.source import SourceError, read_config, weight_files
+from manyheads.convert.stats import positions_of
 from manyheads.core.flow import Links
 from manyheads.stack.pretrained import ManyheadsConfig
 from manyheads.stack.seam import SeamAttention
@@ -27,9 +29,13 @@ BATCH = 2048
 
 
 class Layers(Protocol):
-    """A source model whose decoder layers are visited first to last, with our attention in them."""
+    """A source model whose decoder layers are visited first to last, with our attention in them.
+
+    devices: where each layer lives while it is open. All else is where the source is.
+    """
 
     config: ManyheadsConfig
+    devices: tuple[torch.device, ...]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids `[N, T]` to hidden states `[N, T, D]`."""
@@ -48,21 +54,25 @@ class Layers(Protocol):
 class InMemory:
     """The layers of a loaded model, which is adopted in place. What `open` gives is a copy: the model stays.
 
-    A model in half precision is converted in float32, as `OnDisk` does it.
+    A model in half precision is converted in float32, as `OnDisk` does it. devices: of the copies; None: where each
+    layer is.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, devices: DeviceMap | None = None) -> None:
         self.model = adopt(model).eval()
         self.config = cast(ManyheadsConfig, self.model.config)
+        own = tuple(next(layer.parameters()).device for layer in self.model.attentions)
+        self.devices = own if devices is None else devices.over(layers_prefix(self.config), len(own))
         self.dtype = torch.promote_types(self.model.dtype, torch.float32)
 
     def embed(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.model.get_input_embeddings()(tokens).to(self.dtype)
+            return self.model.get_input_embeddings()(tokens.to(self.model.device)).to(self.dtype)
 
     @contextmanager
     def open(self, index: int) -> Iterator[nn.Module]:
-        yield copy.deepcopy(self.model.model.get_submodule(layer_name(self.config, index))).eval().to(self.dtype)
+        layer = copy.deepcopy(self.model.model.get_submodule(layer_name(self.config, index)))
+        yield layer.eval().to(self.devices[index], self.dtype)
 
     def rest(self) -> Iterator[tuple[str, Tensor]]:
         tied = set(self.model.model.all_tied_weights_keys)
@@ -75,10 +85,10 @@ class OnDisk:
     """The layers of a safetensors folder, read one at a time: memory holds one layer, never the model.
 
     The folder is of a known family, or one that a conversion wrote. A handle on a file counts the whole file as
-    resident while it is open, so each layer opens its own and closes it.
+    resident while it is open, so each layer opens its own and closes it. devices: of the layers that are read.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, devices: DeviceMap | None = None) -> None:
         read_config(folder)
         self.folder, self.dtype = folder, dtype
         base = AutoConfig.from_pretrained(folder)
@@ -86,6 +96,7 @@ class OnDisk:
         self.config = base if isinstance(base, ManyheadsConfig) else adopted_config(base)
         if self.config.base is None:
             raise SourceError(f"{folder} is a decoder of our own; a family's model is read layer by layer")
+        self.devices = (devices or DeviceMap()).over(layers_prefix(self.config), len(self.config.specs))
         with torch.device("meta"):
             self.skeleton = AutoModelForCausalLM.from_config(self.config.base, attn_implementation="eager")
         prefix = "model." if self.ours else ""
@@ -120,7 +131,7 @@ class OnDisk:
         if not self.ours:
             put_attention(layer, self.config, adopt_attention(attention_of(layer, self.config), self.config, index))
         del tensors, state
-        yield layer
+        yield layer.to(self.devices[index])
         layer.to("meta")  # whoever still holds the layer no longer holds its weights
 
     def _attention(self, index: int) -> SeamAttention:
@@ -190,21 +201,27 @@ def run(
 ) -> Pass:
     """Send hidden states `[N, T, D]` through a decoder layer, causally, at positions `[N, T]` (None: 0, 1, …).
 
+    All of it, and what layers have handed on, moves to where the layer lives, and what is returned is there.
+
     bfloat16: matrix products in half precision, several times faster where the processor has them. links: of each batch
     (see `batches`), for layers that read the rows of others.
     """
+    device = next(layer.parameters()).device
+    hidden = hidden.to(device)
+    for link in links or ():
+        link.move(device)
     seen: list[tuple[Tensor, Tensor]] = []
 
     def keep(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], out: tuple[Tensor, None]) -> None:
         seen.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], out[0]))
 
     handle = attention_of(layer, config).register_forward_hook(keep, with_kwargs=True) if record else None
-    positions = torch.arange(hidden.shape[1]).expand(len(hidden), -1) if positions is None else positions
+    positions = positions_of(hidden, positions)
     try:
         outs = []
         for n, (batch, where) in enumerate(zip(batches(hidden), batches(positions), strict=True)):
             more = {} if links is None else {"links": links[n]}
-            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                 out = layer(batch, position_ids=where, **more)
             outs.append(out if isinstance(out, Tensor) else out[0])
     finally:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from manyheads.convert.adopt import family_of
+from manyheads.convert.devices import CPU
 from manyheads.convert.moves.gauge import gauge
 from manyheads.convert.probe import Answered, Importance, Lookups, retrieval_importance
 from manyheads.convert.ranks import ALONE, Ranks, wait_for
@@ -76,11 +77,12 @@ def survey(layers: Layers, text: Calibration, folder: Path, progress: Progress, 
             if index not in mine:
                 continue
             attention = attention_of(layer, layers.config)
-            root = torch.eye(hidden.shape[-1]) if metrics is None else power(metrics[index], 0.5).float()
+            felt = None if metrics is None else metrics[index].to(hidden.device)
+            root = torch.eye(hidden.shape[-1], device=hidden.device) if felt is None else power(felt, 0.5).float()
             stats = measure(attention, seen.x[some], root, text.positions[some])
             tensors = dict(stats._asdict())
-            if metrics is not None:
-                tensors["felt"] = metrics[index]
+            if felt is not None:
+                tensors["felt"] = felt
             if "rope" in str(attention.spec):
                 tensors["damage"] = gauge(attention, stats).damage
         save({name: t.contiguous() for name, t in tensors.items()}, files[index])
@@ -101,9 +103,10 @@ def _felt(layers: Layers, text: Calibration) -> list[Tensor] | None:
     )
 
 
-def surveyed(folder: Path, index: int) -> tuple[AttentionStats, Tensor | None]:
-    """What the survey knows of a layer: its statistics, and the loss's metric at its output."""
-    file = load_file(folder / f"{index}.safetensors")
+def surveyed(folder: Path, index: int, device: torch.device = CPU) -> tuple[AttentionStats, Tensor | None]:
+    """What the survey knows of a layer, on a device: its statistics, and the loss's metric at its output."""
+    read = load_file(folder / f"{index}.safetensors")
+    file = {name: tensor.to(device) for name, tensor in read.items()}
     return AttentionStats(*(file[name] for name in AttentionStats._fields)), file.get("felt")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Int64
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # Libraries about mail, the web, drawing, logs and numbers: far from the language reference of `default_text`.
 _SECOND = """
@@ -137,12 +137,21 @@ def windows(
     return cut[torch.linspace(0, len(cut) - 1, count).round().long()] if spread else cut[:count]
 
 
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """How long a text a model has positions for; None where nothing says so."""
+    text = config.get_text_config()
+    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    return next((count for count in named if isinstance(count, int)), None)
+
+
 def fitting(cut: tuple[int, int], limit: int | None, notes: list[str]) -> tuple[int, int]:
     """(Windows, tokens in each) no longer than the model's positions; a note says so where they are cut."""
     count, length = cut
     if limit is None or length <= limit:
         return cut
-    notes.append(f"windows of {length} tokens are longer than the model's {limit} positions; cut to {limit}")
+    said = f"windows of {length} tokens are longer than the model's {limit} positions; cut to {limit}"
+    if said not in notes:
+        notes.append(said)
     return count, limit
 
 

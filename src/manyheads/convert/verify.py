@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from manyheads.convert.quiet import quiet
+
 _ROWS = 256  # positions whose logits exist at once
 Progress = Callable[[int, int], object]  # (windows done, windows in all)
 
@@ -227,18 +229,19 @@ def _cache_name(kind: type[PreTrainedModel]) -> str:
 @torch.no_grad()
 def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int = 64) -> str:
     """What the model writes after `prompt`, at most `tokens` tokens, always the most likely one."""
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     # The checkpoint's own sampling options are unused here, and warned about unless cleared.
     sampling: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
     generate: Any = model.generate
-    ids = generate(
-        inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        **sampling,
-    )
+    with quiet():  # longer than the model's positions is fine
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        ids = generate(
+            inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            **sampling,
+        )
     return str(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 import transformers
 from torch import Tensor
 
@@ -30,6 +31,16 @@ class Rows:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
+
+    def to(self, device: torch.device) -> Rows:
+        """The same rows on a device."""
+        return Rows(
+            {name: row.to(device) for name, row in self.tensors.items()},
+            self.axis.to(device),
+            None if self.log is None else self.log.to(device),
+            [each._replace(rows=each.rows.to(device)) for each in self.shared],
+            {name: axis.to(device) for name, axis in self.axes.items()},
+        )
 
     def mixed(self, other: Rows, share: float) -> Rows:
         """Rows of the same tokens: `share` of these, and for the rest the other ones."""
@@ -79,6 +90,14 @@ class Links:
     source: RowSource | None = None
     types: Tensor | None = None
     lse: dict[int, list[Tensor]] | None = None
+
+    def move(self, device: torch.device) -> None:
+        """Bring the rows to a device, where another layer reads them, and forget what the last one worked out.
+
+        What layers hand on besides stays where it is: models of a family, which alone are converted, hand on rows.
+        """
+        self.rows = {layer: rows.to(device) for layer, rows in self.rows.items()}
+        self.memo.pop("axis", None)
 
 
 @dataclass(eq=False)

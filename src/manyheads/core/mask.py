@@ -69,6 +69,11 @@ class Axis:
         position, time, segment, valid, rows = (None if part is None else change(part) for part in parts)
         return Axis(length, None, position, time, segment, valid, rows, self.device)
 
+    def to(self, device: torch.device) -> Axis:
+        """The same axis on a device."""
+        parts = (self.given_position, self.given_time, self.segment, self.valid, self.rows)
+        return Axis(self.length, self.start, *(None if t is None else t.to(device) for t in parts), device=device)
+
     def batch(self, change: Callable[[Tensor], Tensor]) -> Axis:
         """The axis after a change of the batch (reorder, repeat, select) of whatever differs between sequences."""
 

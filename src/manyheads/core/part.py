@@ -218,8 +218,9 @@ class Part:
     later part may break; spares: those that other parts of its stage break (`STAGE_BREAKS`). scores_only: a transform
     of queries and keys that leaves values alone. at: whether a transform acts on rows before they are cached ("write"),
     when they are read ("read"), or where the projection allows ("either"). hint: for a fact it needs or keeps, the
-    nearest legal choice when something breaks it. examples: options that fit a layer of dim 24 with 4 heads, for
-    `manyheads.testing`; each should be another way through the code.
+    nearest legal choice when something breaks it. chains: a layer that `follows` another can be followed itself.
+    examples: options that fit a layer of dim 24 with 4 heads, for `manyheads.testing`; each should be another way
+    through the code.
     """
 
     name: ClassVar[str]
@@ -228,6 +229,7 @@ class Part:
     slot: ClassVar[str | None] = None
     scores_only: ClassVar[bool] = False
     at: ClassVar[Literal["write", "read", "either"]] = "write"
+    chains: ClassVar[bool] = False
     examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
 
     @property
@@ -257,6 +259,14 @@ class Part:
     def lent(self, site: Site) -> bool:
         """Whether what it does is in the attention weights that a layer here takes from another: it is not built."""
         return site.attn_source is not None and (self.stage in SCORING or self.scores_only)
+
+    def follows(self, site: Site) -> int | None:
+        """The layer whose part of this name hands this one what it reads (`Links.handed`); None: it needs none."""
+        return None
+
+    def agrees(self, before: Heads) -> str:
+        """What a layer has in common with one that it follows, in words."""
+        return ""
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         """The layout after this part; raises `OptionError` for numbers that do not fit."""

@@ -57,7 +57,8 @@ def prune_model(
 
     Returns:
         What `manyheads prune --json` prints: `model`, `date`, `text`, `heads_out`, `heads` and `key_heads` left by
-        layer, `plan` (by, of, kept, steps), `rows` (figures before and after), `difference`, `seconds`, `notes`, `out`.
+        layer, `plan` (by, of, kept, stopped, steps), `rows` (figures before and after), `difference`, `seconds`,
+        `notes`, `out`.
 
     Raises:
         FileExistsError: `out` exists, or an unfinished job of that name and `resume` is not set.
@@ -93,6 +94,8 @@ def prune_model(
             regroup=regroup, seed=seed, begun=_begun(work, options) if rounds else (), progress=progress,
             after_round=lambda steps: _keep(work, options, steps) if rounds else None,
         )  # fmt: skip
+        if not choice and choice.stopped == "keep":
+            raise EditError(f"a share of {keep:g} of {of} leaves every head; give a smaller one")
         if not choice:
             raise EditError(f"no head can go: the first one by {by} takes perplexity above {limit:g} times what it is")
     removed = named(ours, heads or {} if choice is None else choice)
@@ -113,8 +116,8 @@ def prune_model(
     lap("measure")
     left = [layer.heads for layer in small.attentions]
     plan = None if choice is None else {
-        "by": choice.by, "of": of, "kept": choice.kept, "loss": choice.loss, "loss_masked": choice.loss_masked,
-        "steps": [step._asdict() for step in choice.steps],
+        "by": choice.by, "of": of, "kept": choice.kept, "stopped": choice.stopped, "loss": choice.loss,
+        "loss_masked": choice.loss_masked, "steps": [step._asdict() for step in choice.steps],
     }  # fmt: skip
     told_of = {key: value for key, value in (plan or {}).items() if key != "steps"}
     report = save_checkpoint(

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from manyheads.edit.prune import parameters, pruned
 from manyheads.edit.slices import EditError, groups_of, spec_of
 from manyheads.inspect.ablate import Inputs, ablate, batches_of, run
 from manyheads.inspect.layers import layers_of
-from manyheads.inspect.measures import HeadTable, ablation, importance, measure, next_token_loss, output_size
+from manyheads.inspect.measures import HeadTable, Moved, ablation, importance, measure, next_token_loss, output_size
 from manyheads.inspect.measures.importance import Loss
 from manyheads.stack.pretrained import ManyheadsForCausalLM
 
@@ -30,6 +30,8 @@ Of = Literal["heads", "params", "cache"]
 """What a share is of: query heads, all parameters of the model, bytes that the cache grows by with each token."""
 Measure = Callable[[nn.Module, list[Inputs]], HeadTable]
 """How much each head matters: heads with the lowest numbers go first."""
+Stop = Literal["keep", "limit", "heads"]
+"""Why no more heads go: the share is reached, one more would take the loss above the limit, or no more may go."""
 Progress = Callable[[str, int, int], object]
 TOKENS = 1024
 """Tokens in one pass."""
@@ -54,13 +56,14 @@ class Choice(Mapping[int, list[int]]):
     """Heads to take out, by layer (`choice[3]` is a list), with the steps in which they were chosen.
 
     by, of: the measure, and what `kept` is a share of. loss, loss_masked: nats a token of the text, of the model and
-    without these heads, where that was measured (`limit`, `greedy`).
+    without these heads, where that was measured (`limit`, `greedy`). stopped: what the choice ended at (see `Stop`).
     """
 
     steps: tuple[Step, ...]
     by: str
     of: Of
     loss: float | None = None
+    stopped: Stop = "keep"
 
     @property
     def heads(self) -> dict[int, list[int]]:
@@ -128,7 +131,7 @@ def measure_of(by: str, loss: Loss = next_token_loss, seed: int = 0, progress: P
 def select(
     model: PreTrainedModel, inputs: Inputs | Sequence[Inputs], keep: float | None = None, *, of: Of = "heads",
     by: str | HeadTable | Measure = "gradient", limit: float | None = None, again: int | None = None,
-    tries: int | None = 16, at_least: int = 1, regroup: Regroup = "refuse", loss: Loss = next_token_loss, seed: int = 0,
+    tries: int | None = 16, at_least: int = 1, regroup: Regroup = "refuse", loss: Loss | None = None, seed: int = 0,
     begun: Sequence[Step] = (), progress: Progress = lambda stage, done, total: None,
     after_round: Callable[[Sequence[Step]], object] = lambda steps: None,
 ) -> Choice:  # fmt: skip
@@ -145,16 +148,18 @@ def select(
         model: as `prune` takes it; adopted in place.
         inputs: the text that is measured on: token ids `[N, T]`, or batches as `inspect.measure` takes them.
         keep: stop when at most this share is left, 0 < keep ≤ 1. of: of what (see `Of`).
-        limit: stop before perplexity on the text exceeds this many times that of the model. One of both is needed.
+        limit: stop before perplexity on the text exceeds this many times that of the model. One of both is needed; of
+            both the first ends the choice, and `Choice.stopped` says which it was.
         by: `gradient`, |o · ∂𝓛/∂o| a token; `gradient-by-layer`, the same over the length of each layer's scores (the
             default of the paper's code, which on SmolLM2 costs more: `benchmarks/results/prune.md`); `ablation`, the
             loss without a head (a pass for each head); `output`,
             ‖W_O o‖; `random`, by `seed`; `greedy`, below; a HeadTable; or a function of (model, batches) to one.
         again: measure again, with those chosen so far masked, after so many steps. Default: once.
         tries: of `greedy`, which in each round masks so many candidates (those least by gradient; None: all) one at a
-            time, and takes the `again` (default 1) with which the loss rises least for what they save.
+            time, and takes the `again` (default 1) with which predictions move least for what they save (see
+            `measures.Moved`; with a `loss` of one's own, with which that rises least).
         at_least: heads that every layer keeps. regroup: as in `prune`.
-        loss: of each sequence, for models of other things than next tokens.
+        loss: of each sequence, for models of other things than next tokens, whose loss it is by default.
         begun: steps of an interrupted choice, to go on from. after_round: is called with all steps so far.
 
     Raises:
@@ -167,31 +172,36 @@ def select(
     _check(keep, of, limit, again, tries, at_least)
     check_regroup(regroup)
     ours, batches, greedy = adopt(model), _batches(inputs), by == "greedy"
-    name, scored = _measure(by, loss, seed, progress)
+    name, scored = _measure(by, loss or next_token_loss, seed, progress)
     heads, goal = _Heads(ours, of, at_least, regroup, begun), keep or 0.0
-    if (least := heads.least()) > goal and keep is not None:
-        raise EditError(f"{keep:g} of {of} is out of reach: at least {least:.4g} stay ({heads.why})")
-    meter = _Meter(ours, batches, loss)
+    if (least := heads.least()) == 1:
+        raise EditError(f"no head may go: {heads.why}")
+    if keep is not None and least > keep:
+        raise EditError(f"{100 * keep:.4g} % of {of} is out of reach: at least {100 * least:.4g} % stay ({heads.why})")
+    meter = _Meter(ours, batches, loss or next_token_loss)
+    moved = _Meter(ours, batches, Moved(ours, batches)) if greedy and loss is None else meter
     base = meter({}) if limit is not None or greedy else None
     most = math.inf if limit is None or base is None else base + math.log(limit)
-    size = again or (1 if greedy else 10**9)
+    size, stopped = again or (1 if greedy else 10**9), cast(Stop, "keep")
     while heads.share > goal:
         first = len(heads.steps)
         with masked(ours, heads.removed):
             table = scored(ours, batches)
-        more = heads.trial(table, meter, size, tries, goal, progress) if greedy else heads.round(table, size, goal)
+        more = heads.trial(table, moved, size, tries, goal, progress) if greedy else heads.round(table, size, goal)
         if not more or (most < math.inf and meter(heads.removed) > most):
             heads.back(_last_good(heads, first, meter, most) if more else first)
+            stopped = "limit" if more else "heads"
             break
         after_round(heads.steps)
         if heads.share > goal:
             progress(f"choose by {name}", round(1000 * (1 - heads.share) / (1 - goal)), 1000)
     progress(f"choose by {name}", 1000, 1000)
     if keep is not None and limit is None and heads.share > goal:
-        raise EditError(f"{keep:g} of {of} was not reached: {heads.share:.4g} stay, and no more may go ({heads.why})")
+        share = 100 * heads.share
+        raise EditError(f"{100 * keep:.4g} % of {of} was not reached: {share:.4g} % stay, no more may go ({heads.why})")
     if base is not None and heads.steps:
         heads.steps[-1] = heads.steps[-1]._replace(loss=meter(heads.removed))
-    return Choice(tuple(heads.steps), name, of, base)
+    return Choice(tuple(heads.steps), name, of, base, stopped)
 
 
 def _measure(
@@ -294,7 +304,12 @@ class _Heads:
 
     @property
     def why(self) -> str:
-        floor = f"every layer keeps {self.at_least} of its heads" if self.at_least > 1 else "every layer keeps a head"
+        most, floor = max(layer.heads for layer in self.layers.values()), "every layer keeps a head"
+        if self.at_least > 1:
+            floor = f"every layer keeps at least {self.at_least} heads, and none has more than {most}"
+        shared = any(len({*groups_of(layer).keys}) < layer.heads for layer in self.layers.values())
+        if shared and self.regroup == "refuse":
+            floor += ", in equal groups unless regroup says otherwise"
         more = {"params": ", and all that is not attention", "cache": ", and key heads go as whole groups", "heads": ""}
         return floor + more[self.of] + (f"; {len(self.refused)} layers stay as they are" if self.refused else "")
 
@@ -391,7 +406,7 @@ class _Heads:
     def trial(
         self, table: HeadTable, meter: _Meter, size: int, tries: int | None, goal: float, progress: Progress
     ) -> bool:
-        """The same, by what the loss is without each of the first `tries` candidates."""
+        """The same, by what a meter says without each of the first `tries` candidates."""
         found, now = self.candidates(table)[:tries], meter(self.removed)
         trials = []
         for done, (_, number, unit, saved) in enumerate(found, 1):

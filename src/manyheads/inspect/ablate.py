@@ -17,7 +17,7 @@ from manyheads.core.mask import Axis
 from manyheads.core.tap import Tap
 from manyheads.inspect.capture import watching
 from manyheads.inspect.edit import Edit, flags, programmed, standing_by
-from manyheads.inspect.layers import Layer, check_heads, chosen
+from manyheads.inspect.layers import Layer, as_list, check_heads, chosen
 from manyheads.inspect.look import Look
 
 Heads = Mapping[int, int | Iterable[int] | None]
@@ -35,18 +35,27 @@ def run(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def batches_of(inputs: Inputs | Sequence[Inputs]) -> list[Inputs]:
-    """One batch or a list of them, as a list."""
-    return cast(list[Inputs], list(inputs) if isinstance(inputs, (list, tuple)) else [inputs])
+    """One batch or a list of them, as a list; none at all is an error."""
+    found = cast(list[Inputs], list(inputs) if isinstance(inputs, (list, tuple)) else [inputs])
+    if not found:
+        raise ValueError("there are no inputs to run the model on")
+    return found
 
 
 def chosen_heads(model: nn.Module, heads: Heads) -> list[tuple[Layer, list[int]]]:
-    """Some heads by layer; one that the model lacks is an error that says what it has."""
+    """Some heads by layer; one that the model lacks is an error that says what it has. Both count from 0 on."""
     if not isinstance(heads, Mapping) or not heads:
         raise ValueError(f"heads are given by layer, such as {{3: [0, 2]}}, not {heads!r}")
-    layers = [chosen(model, number)[0] for number in heads]
-    wanted = [range(x.heads) if of is None else [of] if isinstance(of, int) else list(of)
-              for x, of in zip(layers, heads.values(), strict=True)]  # fmt: skip
-    return [(layer, check_heads(layer, of)) for layer, of in zip(layers, wanted, strict=True)]
+    wanted = {number: None if of is None else as_list(of) for number, of in heads.items()}
+    for number, of in wanted.items():
+        below = [n for n in (number, *(of or ())) if isinstance(n, int) and n < 0]
+        if below:
+            raise ValueError(f"there is no {below[0]} in {{{number!r}: {of}}}: layers and heads count from 0 on")
+    layers = [chosen(model, [number])[0] for number in wanted]
+    return [
+        (layer, check_heads(layer, range(layer.heads) if of is None else of))
+        for layer, of in zip(layers, wanted.values(), strict=True)
+    ]
 
 
 class Ablated(Tap):

@@ -20,7 +20,7 @@ from manyheads.inspect.capture import CaptureError, capture
 from manyheads.inspect.flow_routes import flow_share
 from manyheads.inspect.layers import Layer, layers_of
 from manyheads.inspect.measures.table import HeadTable, measure
-from manyheads.inspect.roles import ROLES, roles, vocabulary
+from manyheads.inspect.roles import ROLES, drawn_twice, roles
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,10 @@ def atlas(
     readable, notes = _readable(model, ids[:1, :16])
     tell("measure", 0, 1)
     tables = measure(model, batches, {"output": measures.output_size})
+    idle = [layer.name for layer in layers if layer.number not in tables["output"]]
+    layers = [layer for layer in layers if layer.number in tables["output"]]
+    if idle:
+        notes.append(f"{len(idle)} layers do not run on text alone, the first is {idle[0]}")
     alike = measures.cka(model, batches)
     tables["twin"] = _of_others(alike, torch.max)
     labels: dict[tuple[int, int], tuple[str, ...]] = {}
@@ -196,8 +200,7 @@ def atlas(
     tell("measure", 1, 1)
     if readable:
         tell("roles", 0, 1)
-        vocab = vocabulary(model)
-        twice = measures.repeated(vocab, max(1, min(64, vocab)))
+        twice = drawn_twice(model)
         try:
             found = roles(model, batches[0], twice, layers=readable, ordinals=ordinals)
         except ValueError as error:
@@ -209,17 +212,21 @@ def atlas(
     tell("importance", 0, 1)
     try:
         tables["importance"] = measures.importance(model, list(ids.split(1)))
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         notes.append(f"importance is left out: {error}")
     tell("importance", 1, 1)
-    ranks, bottlenecks = measures.qk_rank(model), None
+    ranks, bottlenecks = measures.qk_rank(model, [layer.number for layer in layers]), None
     if ranks:
         tables |= {"rank": ranks["effective_rank"], "outliers": ranks["outliers"]}
         bottlenecks = int(ranks["bottleneck"].grid.nansum())
     left = len(layers) - (len(ranks["outliers"]) if ranks else 0)
     if left:
         notes.append(f"ranks are left out in {left} layers, whose queries and keys are no linear functions of x")
-    shown = {each.name: tables[each.name] for each in SHOWN if each.name in tables}
+    given = [each for each in SHOWN if each.name in tables]
+    none = [each for each in given if all(bool(row.isnan().all()) for row in tables[each.name].values())]
+    if none:
+        notes.append(f"left out, as undefined for every head: {', '.join(each.title for each in none)}")
+    shown = {each.name: tables[each.name] for each in given if each not in none}
     return Atlas(
         name, text, f"{len(ids)} × {ids.shape[1]}", shown, labels,
         {x.number: x.heads for x in layers}, {x.number: x.name for x in layers}, bottlenecks, tuple(notes),
@@ -271,14 +278,15 @@ def _readable(model: nn.Module, ids: Tensor) -> tuple[list[int], list[str]]:
     found, notes = [], []
     for layer in layers_of(model):
         try:
-            with torch.no_grad(), capture(model, layers=layer.number):
+            with torch.no_grad(), capture(model, layers=layer.number) as tape:
                 model(ids)
         except CaptureError as error:
             notes.append(str(error))
         except ValueError:
             notes.append(f"{layer.name} has no weights: {layer.none}")
         else:
-            found.append(layer.number)
+            if tape.passes(layer.number):
+                found.append(layer.number)
     return found, notes
 
 

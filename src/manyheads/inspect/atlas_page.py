@@ -23,9 +23,10 @@ def write_report(found: Atlas, path: Path) -> Path:
     shown = [each for each in SHOWN if each.name in found.tables]
     labelled = len(found.labels)
     heads = sum(found.heads.values())
+    size = f"{_count(len(found.heads), 'layer')}, {_count(heads, 'head')}"
     title = f"{found.model}: {labelled} of {heads} heads have a role"
     texts = {
-        "kicker": el("p", f"{len(found.heads)} layers, {heads} heads · {found.date}", class_="kicker"),
+        "kicker": el("p", f"{size} · {found.date}", class_="kicker"),
         "finding": el("h1", title),
         "detail": el("p", _detail(found), class_="lead"),
         "tiles": _tiles(found),
@@ -114,6 +115,10 @@ def _packed_maps(found: Atlas) -> dict[str, bytes]:
     return {"maps": line + b"".join(codes.numpy().tobytes() for codes in maps.codes.values())}
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def _names(found: Atlas) -> list[str]:
     return [f"L{layer}" for layer in found.heads]
 
@@ -143,8 +148,12 @@ def _heatmap(found: Atlas, trace: Mapping[str, Any]) -> dict[str, Any]:
     says = [[_says(found, layer, head) for head in range(most)] for layer in found.heads]
     data = {"type": "heatmap", "x": list(range(most)), "y": _names(found), "customdata": says, "xgap": 1, "ygap": 1,
             **trace}  # fmt: skip
-    x = {"showgrid": False, "zeroline": False, **({"dtick": 1} if most <= 16 else {})}
-    y = {"autorange": "reversed", "type": "category", "showgrid": False}
+    # ranges of all heads, since a grid without any number has none of its own
+    x = {"showgrid": False, "zeroline": False, "range": [-0.5, most - 0.5], **({"dtick": 1} if most <= 16 else {})}
+    y = {
+        "type": "category", "categoryorder": "array", "categoryarray": _names(found),
+        "range": [len(found.heads) - 0.5, -0.5], "showgrid": False,
+    }  # fmt: skip
     return figure_of([data], ("head", x), ("", y), showlegend=False)
 
 
@@ -232,7 +241,7 @@ def _method(found: Atlas) -> Html:
     return facts({
         "Model": found.model, "Text": f"{found.text}: {found.tokens} tokens",
         "Queries": "those that see two keys or more, padding left out; means over all of them",
-        "Tokens at random": "64 different ones (fewer in a small vocabulary), twice in a row, four sequences",
+        "Tokens at random": "64 different ones (or as many as the model takes), twice in a row, four sequences",
         "Weights": "recomputed from queries and keys beside the model's own kernels, whose outputs do not change",
         "Layers": join(el("code", label_of(name) + " ") for name in dict.fromkeys(_kinds(found))),
         "Time": f"{number(found.seconds, 0)} s", "Machine": found.machine, "Date": found.date,

@@ -14,7 +14,7 @@ from manyheads.core.flow import Flow
 from manyheads.core.kernel import Call
 from manyheads.core.mask import Axis
 from manyheads.core.tap import Tap
-from manyheads.inspect.layers import Layer, attach_all, check_heads, chosen
+from manyheads.inspect.layers import Layer, as_list, attach_all, check_heads, chosen
 from manyheads.inspect.look import CaptureError, Look, some_heads
 
 What = Literal["weights", "scores", "q", "k", "v", "out", "lse"]
@@ -154,7 +154,7 @@ def capture(
 
 
 def _words(what: str | Iterable[str]) -> frozenset[str]:
-    words = frozenset([what] if isinstance(what, str) else what)
+    words = frozenset([what] if isinstance(what, str) else as_list(what))
     unknown = sorted(map(str, words - set(WORDS)))
     if unknown or not words:
         said = f"{unknown[0]!r} cannot be captured" if unknown else "nothing is asked for"
@@ -165,8 +165,7 @@ def _words(what: str | Iterable[str]) -> frozenset[str]:
 def _heads(layers: Sequence[Layer], heads: int | Iterable[int] | None) -> dict[int, list[int]] | None:
     if heads is None:
         return None
-    wanted = [heads] if isinstance(heads, int) else list(heads)
-    return {layer.number: check_heads(layer, wanted) for layer in layers}
+    return {layer.number: check_heads(layer, as_list(heads)) for layer in layers}
 
 
 def _check_rows(queries: int | slice | Iterable[int] | None) -> None:

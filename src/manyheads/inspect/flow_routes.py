@@ -68,6 +68,8 @@ class Routes:
             raise ValueError(f"threshold={threshold}; contributions are 0 to 1")
         order = list(self.layers)
         length = self.layers[order[-1]].skip.shape[1]
+        if not -length <= token < length:
+            raise ValueError(f"there is no token {token}; there are {length}, from 0 on")
         reached, found = {token % length}, []
         for place in reversed(range(len(order))):
             number, shares = order[place], self.layers[order[place]]
@@ -139,7 +141,8 @@ def routes(
         norm: `l1`, as published, or `l2`, which needs products instead of differences and is several times as fast.
 
     Raises:
-        CaptureError: heads do more than to weigh values, or a block more than to add.
+        CaptureError: heads do more than to weigh values. ValueError: a block does more than to add, or no layer has
+            weights.
 
     Source: Ferrando and Voita 2024, arXiv 2403.00824. (There a value's bias may count twice, and the projection's bias
     is in the whole and in no part: here once, and a part of its own.)
@@ -171,7 +174,10 @@ def _passed(
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Passage]]:
     if norm not in ("l1", "l2"):
         raise ValueError(f"norm={norm!r}; proximity is by l1 or l2")
-    some = [layer for layer in chosen(model, layers) if not layer.none]
+    given = chosen(model, layers)
+    some = [layer for layer in given if not layer.none]
+    if not some:
+        raise ValueError(f"{given[0].name} has no weights to follow: {given[0].none}")
     looks: dict[int, Look] = {}
     with (
         torch.no_grad(),
@@ -180,7 +186,7 @@ def _passed(
     ):
         run(model, inputs)
     with torch.no_grad():
-        for layer in some:
+        for layer in (layer for layer in some if layer.number in looks):
             look = looks.pop(layer.number)
             yield layer.number, *_parts(layer, look, seen[layer.number], norm), seen[layer.number]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -136,11 +137,11 @@ def chosen(model: nn.Module, layers: int | Iterable[int] | None) -> list[Layer]:
     have = {layer.number: layer for layer in layers_of(model)}
     if layers is None:
         return list(have.values())
-    wanted = [layers] if isinstance(layers, int) else list(layers)
+    wanted = as_list(layers)
     if not wanted:
         raise ValueError("no layers are chosen; leave them out for all")
     highest = max(have)
-    missing = [n for n in wanted if (n + highest + 1 if isinstance(n, int) and n < 0 else n) not in have]
+    missing = [n for n in wanted if not _whole(n) or (n + highest + 1 if n < 0 else n) not in have]
     if missing:
         raise ValueError(f"there is no layer {missing[0]!r}; this model has {_span(sorted(have))}")
     return [have[n + highest + 1 if n < 0 else n] for n in dict.fromkeys(wanted)]
@@ -149,12 +150,21 @@ def chosen(model: nn.Module, layers: int | Iterable[int] | None) -> list[Layer]:
 def check_heads(layer: Layer, heads: Sequence[int]) -> list[int]:
     """Heads by number, negative ones from the end."""
     heads = list(heads)
-    wrong = [h for h in heads if isinstance(h, bool) or not isinstance(h, int) or not -layer.heads <= h < layer.heads]
+    wrong = [h for h in heads if not _whole(h) or not -layer.heads <= h < layer.heads]
     if wrong:
         raise ValueError(f"there is no head {wrong[0]!r} in {layer.name}; it has {layer.heads}, from 0 on")
     if not heads:
         raise ValueError("no heads are chosen; leave them out for all")
     return list(dict.fromkeys(head % layer.heads for head in heads))
+
+
+def as_list(value: Any) -> list[Any]:
+    """Several things, or one as a list."""
+    return list(value) if isinstance(value, Iterable) else [value]
+
+
+def _whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -220,4 +230,4 @@ def attach_all(layers: Iterable[Layer], make: Callable[[Layer], Tap]) -> Callabl
     return detach
 
 
-__all__ = ["Layer", "attach_all", "check_heads", "chosen", "followed", "layers_of"]
+__all__ = ["Layer", "as_list", "attach_all", "check_heads", "chosen", "followed", "layers_of"]

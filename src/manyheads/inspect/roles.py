@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from manyheads.convert.text import max_positions
 from manyheads.inspect.ablate import Inputs
 from manyheads.inspect.look import Look
 from manyheads.inspect.measures import maps, tokens
@@ -64,13 +65,12 @@ def roles(
 
     Args:
         text: what the model is run on, as in `measure`.
-        repeated: ids of tokens in random order, twice (see `measures.repeated`); by default drawn from the model's
-            vocabulary.
+        repeated: ids of tokens in random order, twice (see `measures.repeated`); by default `drawn_twice`.
         ordinals: token ids in their order (see `measures.ordinals`); without them roles of ordinals are left out.
     """
     given = list(of)
     if repeated is None and any(role.on == "repeated" for role in given):
-        repeated = tokens.repeated(vocabulary(model))
+        repeated = drawn_twice(model)
     scores: dict[str, HeadTable] = {}
     chance: dict[str, HeadTable] = {}
     for on, inputs in (("text", text), ("repeated", repeated)):
@@ -107,6 +107,13 @@ def _even(function: Measure) -> Measure:
         return found[:, : look.heads] if found.shape[1] >= look.heads else found
 
     return even
+
+
+def drawn_twice(model: nn.Module) -> Tensor:
+    """64 tokens of the model's vocabulary in random order, twice; fewer where it has fewer, or fewer positions."""
+    config, vocab = getattr(model, "config", None), vocabulary(model)
+    places = None if config is None else max_positions(config)
+    return tokens.repeated(vocab, max(1, min(64, vocab, 64 if places is None else places // 2)))
 
 
 def vocabulary(model: Any) -> int:

@@ -96,8 +96,10 @@ def put_out(block: nn.Module, output: Any, x: Tensor) -> Any:
 @dataclass(eq=False)
 class Passage:
     """One block in one pass, `[B, T, D]` each: x came in, read is what attention was given (x behind its norm),
-    attended and fed are what the sublayers returned (fed None where no feed-forward is known), y went out."""
+    attended and fed are what the sublayers returned (fed None where no feed-forward is known), y went out. name: of
+    the layer."""
 
+    name: str
     x: Tensor
     read: Tensor
     attended: Tensor
@@ -114,7 +116,10 @@ class Passage:
         middle = self.x + self.attended
         whole = middle if self.fed is None else middle + self.fed
         if not torch.allclose(whole, self.y, atol=1e-3 * float(self.y.detach().abs().amax()) + 1e-6, rtol=0):
-            raise ValueError("a block's output is not its input plus what attention and the feed-forward return")
+            raise ValueError(
+                f"{self.name}: its block's output is not its input plus what attention and the feed-forward return; it "
+                "has norms behind them (as BERT and Gemma 2), say, or cross-attention"
+            )
         return middle
 
 
@@ -123,6 +128,7 @@ def passages(model: nn.Module, layers: Sequence[Layer]) -> Iterator[dict[int, Pa
     """What goes through the blocks of the layers, of the newest pass, by layer. Gradients stay connected."""
     found: dict[int, Passage] = {}
     parts: dict[int, dict[str, Tensor]] = {layer.number: {} for layer in layers}
+    names = {layer.number: layer.name for layer in layers}
     with ExitStack() as stack:
 
         def hook(module: nn.Module, number: int, before: str | None, after: str | None) -> None:
@@ -132,7 +138,7 @@ def passages(model: nn.Module, layers: Sequence[Layer]) -> Iterator[dict[int, Pa
             def leave(module: nn.Module, args: Any, output: Any) -> None:
                 parts[number][str(after)] = stream_out(output)
                 if after == "y":
-                    found[number] = Passage(**{"fed": None, **parts[number]})  # type: ignore[arg-type]
+                    found[number] = Passage(names[number], **{"fed": None, **parts[number]})  # type: ignore[arg-type]
 
             if before is not None:
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)

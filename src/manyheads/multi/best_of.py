@@ -41,7 +41,7 @@ def best_output(
     combined: averages are outputs too. loss: `psnr` or `charbonnier`, the latter of images `[…, height, width]`.
     relaxed, temperature: losers learn too, as in `choose` (the source: no).
     """
-    shapes = [tuple(getattr(each, "shape", ())) for each in (outputs, target)]
+    shapes: list[tuple[int, ...]] = [tuple(getattr(each, "shape", ())) for each in (outputs, target)]
     if len(shapes[0]) < 3 or 0 in shapes[0] or (shapes[0][0], *shapes[0][2:]) != shapes[1]:
         raise ValueError(
             f"outputs are [B, heads, …] and the target [B, …], none of them 0, not {' and '.join(map(str, shapes))}"

@@ -113,7 +113,7 @@ class ManyheadsConfig(PreTrainedConfig):
             self.residual = printed(residual)
             melt = read_melt(self.melt)
             if melt is not None:
-                melt.check(turns.layers(self.hidden_size, max_len=self.max_position_embeddings))
+                melt.check(turns.layers(self.hidden_size, max_len=self.max_position_embeddings), self.loops)
                 self.melt = printed(melt)
         self.attention_path = attention_path or (
             "decoder.stack.blocks.{}.attention" if base is None else "model.layers.{}.self_attn"

@@ -44,7 +44,7 @@ class Turns(NamedTuple):
         """
         layers = len(heads)
         looped = layers if looped is None else looped
-        check_whole(loops=loops, looped=looped)
+        check_whole(layers=layers, loops=loops, looped=looped)
         if looped > layers:
             raise OptionError(f"looped={looped} of {layers} layers; 1 to {layers}")
         firsts, blocks = range(0, looped * loops, looped), [*range(looped)] * loops + [*range(looped, layers)]

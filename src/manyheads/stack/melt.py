@@ -56,7 +56,7 @@ class MELT:
     bias: float = 0.0
     decay: float | None = None
 
-    def check(self, layers: Iterable[Attention], causal: bool = True, cross: bool = False) -> None:
+    def check(self, layers: Iterable[Attention], loops: int, causal: bool = True, cross: bool = False) -> None:
         """Raise an `OptionError` for numbers that do not fit, or layers (without weights) that cache other rows."""
         check_whole(**{"melt: chunk": self.chunk, "melt: prefill": self.prefill})
         check_share(**{"melt: transition": self.transition})
@@ -68,6 +68,8 @@ class MELT:
             raise OptionError(f"melt: decay={self.decay} is of gate=ema, not of gate={self.gate}")
         if self.decay is not None and not (is_number(self.decay) and 0 < self.decay < 1):
             raise OptionError(f"melt: decay={self.decay!r}; it is between 0 and 1")
+        if loops < 2:
+            raise OptionError(f"melt: loops={loops}; rows are shared by loops, of which there are 2 or more")
         if not causal or cross:
             what = "cross-attention" if cross else "an encoder"
             raise OptionError(
@@ -85,7 +87,7 @@ class MELT:
     def cost(self, dim: int, loops: int) -> Cost:
         """Of one layer's gate, which acts in every loop but the first."""
         width = self.width(dim)
-        return Cost(width * (2 * dim + 1) if loops > 1 else 0, token_flops=4 * dim * width * (loops - 1))
+        return Cost(width * (2 * dim + 1), token_flops=4 * dim * width * (loops - 1))
 
     def share(self, progress: float) -> float:
         """α at a point of training."""

@@ -9,7 +9,7 @@ import torch
 
 from manyheads.attention import Attention
 from manyheads.core.feed import Feed
-from manyheads.core.part import SCORING, OptionError, Site, Transform
+from manyheads.core.part import SCORING, Heads, OptionError, Part, Site, Transform
 from manyheads.core.spec import Spec
 from manyheads.stack.bank import Bank
 
@@ -59,6 +59,7 @@ def check_layers(
         except OptionError as error:
             raise type(error)(f"layer {site.layer}: {error}") from None
         seen.add(kind)
+    _check_followers(specs, dim, heads, where)
     kin = Kin(specs, dim, heads, causal)
     for site in where:
         layer, source, owner = site.layer, site.kv_source, site.attn_source
@@ -78,6 +79,31 @@ def check_layers(
             why = kin.why_no_weights(layer, owner)
             if why is not None:
                 raise ValueError(f"layer {layer} cannot take the attention weights of layer {owner}: {why}")
+
+
+def _check_followers(specs: Sequence[str | Spec], dim: int, heads: Sequence[int], where: Sequence[Site]) -> None:
+    """A part that reads what another layer hands on finds it there."""
+    known = {line: Spec.parse(line) for line in {*map(str, specs)}}
+    every = [known[str(line)] for line in specs]
+
+    def laid(layer: int, name: str) -> tuple[Part, Heads] | None:
+        steps = every[layer].resolve(where[layer]).layouts(dim, heads[layer], where[layer])
+        return next(((part, before) for part, before, _ in steps if part.name == name), None)
+
+    for site, spec in zip(where, every, strict=True):
+        for part in spec.parts:
+            if part.lent(site) or (source := part.follows(site)) is None:
+                continue
+            own, other = laid(site.layer, part.name), laid(source, part.name)
+            why = f"whose spec is {specs[source]}; give it {part.name} too"
+            if own is not None and other is not None:
+                again, (wanted, has) = other[0].follows(where[source]), (each.agrees(of) for each, of in (own, other))
+                if again is not None and not part.chains:
+                    why = f"which follows layer {again} itself; name that one"
+                else:
+                    why = "" if wanted == has else f"which has {has}, and this one {wanted}"
+            if why:
+                raise OptionError(f"{part.name}: layer {site.layer} follows layer {source}, {why}")
 
 
 def check_ffns(ffns: Sequence[str | Feed], dim: int, hidden: int | None, causal: bool = True) -> list[Feed]:

@@ -85,7 +85,7 @@ class Stack(nn.Module):
         length = None if max_len is None else max_len + meta
         turns.check(dim, causal, length)
         if self.melt is not None:
-            self.melt.check(turns.layers(dim, causal, length), causal, bool(cross))
+            self.melt.check(turns.layers(dim, causal, length), loops, causal, bool(cross))
         self.ffns, self.hidden = check_ffns(per_layer(ffn, layers, "feed-forwards"), dim, hidden, causal), hidden
         self.dim, self.causal, self.loops = dim, causal, loops
         self.bank = Bank()
@@ -109,7 +109,7 @@ class Stack(nn.Module):
                 other = None if block.cross is None else turn(block.cross, block.cross.spec, beside)
                 block.later.append((turn(block.attention, line, site), other))
         self.looped = layers if looped is None else looped
-        if self.melt is not None and loops > 1:
+        if self.melt is not None:
             self._melt(self.melt)
         self.meta = MetaTokens(meta, dim) if meta else None
         self.cross = bool(cross)

@@ -59,10 +59,13 @@ class HySparse(Part):
     def breaks(self) -> frozenset[str]:
         return frozenset({"one map", "alike heads", "values alone"})
 
-    def source(self, site: Site) -> int | None:
+    def follows(self, site: Site) -> int | None:
         """The full layer that a sparse one reads from; None for a full one."""
         behind = site.layer % (self.ratio + 1)
         return site.layer - behind if behind else None
+
+    def agrees(self, before: Heads) -> str:
+        return f"{before.kv} key heads of width {before.qk_width}"
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if min(self.block, self.blocks, self.window, self.ratio) < 1:
@@ -70,16 +73,16 @@ class HySparse(Part):
                 f"hysparse: ratio={self.ratio}, block={self.block}, blocks={self.blocks} and window={self.window} must "
                 "be positive"
             )
-        return heads if self.source(site) is None else keep_newest(heads, site, self.window)
+        return heads if self.follows(site) is None else keep_newest(heads, site, self.window)
 
     def build(self, before: Heads, after: Heads, site: Site) -> Piece:
-        source = self.source(site)
+        source = self.follows(site)
         if source is None:
             return FullSelect(self, before, serves=site.layer + 1 < site.layers)
         return SparseSelect(self, before, source)
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:
-        if self.source(site) is None:
+        if self.follows(site) is None:
             serves = site.layer + 1 < site.layers
             return Cost(pair_flops=2 * before.q * before.qk_width * serves)
         gates = 2 * _gate_width(self, before)

@@ -68,6 +68,13 @@ class LongHeads(Part):
     def breaks(self) -> frozenset[str]:
         return frozenset({"one map", "alike heads", "values alone"})
 
+    def follows(self, site: Site) -> int | None:
+        """The layer whose rows are read has the keys of its chunks."""
+        return site.kv_source
+
+    def agrees(self, before: Heads) -> str:
+        return f"chunks of {self.chunk} tokens for {before.q} heads"
+
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.chunk < 1 or self.chunks < 3:
             raise OptionError(

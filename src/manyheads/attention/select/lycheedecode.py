@@ -53,6 +53,7 @@ class LycheeDecode(Part):
     name: ClassVar[str] = "lycheedecode"
     stage: ClassVar = "select"
     paper: ClassVar[str] = "arXiv 2602.04541"
+    chains: ClassVar[bool] = True
     examples: ClassVar = ({"budget": 3}, {"budget": 2, "retrieval": (0,), "group": "mean", "sinks": 0})
 
     budget: int = 4096
@@ -70,6 +71,13 @@ class LycheeDecode(Part):
     @property
     def breaks(self) -> frozenset[str]:
         return frozenset({"one map", "alike heads", "values alone"})
+
+    def follows(self, site: Site) -> int | None:
+        """The layer below."""
+        return site.layer - 1 if site.layer else None
+
+    def agrees(self, before: Heads) -> str:
+        return f"{before.kv} key heads"
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.sinks < 0 or self.budget <= self.sinks:

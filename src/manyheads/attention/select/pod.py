@@ -82,10 +82,13 @@ class PoD(Part):
     def hint(self) -> dict[str, str]:
         return {"cached heads": "gqa, whose keys and values are cached apart"}
 
-    def source(self, site: Site) -> int | None:
+    def follows(self, site: Site) -> int | None:
         """The leader of a follower; None for a leader."""
         leader = site.layer - site.layer % self.group if self.leader is None else self.leader
         return None if leader == site.layer else leader
+
+    def agrees(self, before: Heads) -> str:
+        return f"{before.q} heads over {before.kv} key heads of width {before.qk_width}"
 
     def layout(self, heads: Heads, site: Site) -> Heads:
         if self.group < 1 or min(self.window, self.first) < 0:
@@ -97,12 +100,12 @@ class PoD(Part):
             raise OptionError(f"pod: skip={self.skip}; a share of the weights, 0 to 1")
         if self.leader is not None and not 0 <= self.leader <= site.layer:
             raise OptionError(f"pod: leader={self.leader} of layer {site.layer}; it may be 0 to {site.layer}")
-        if self.source(site) is None:
+        if self.follows(site) is None:
             return heads
         return heads._replace(keep_keys=self.window + self.first, first=self.first)
 
     def build(self, before: Heads, after: Heads, site: Site) -> Piece:
-        source = self.source(site)
+        source = self.follows(site)
         return Leader(site.layer + 1 < site.layers) if source is None else Follower(self, source)
 
     def cost(self, before: Heads, after: Heads, site: Site) -> Cost:

@@ -53,5 +53,5 @@ def regression(given: Tensor, wanted: Tensor, moment: Tensor) -> Tensor:
     """B `[…, v, d]` with wanted x ≈ B given x, rows `[…, v, D]` and `[…, d, D]` on inputs with this second moment."""
     values, vectors = torch.linalg.eigh(moment)
     root = vectors * values.clamp_min(0).sqrt()
-    sides = ((rows @ root).transpose(-1, -2) for rows in (given, wanted))
-    return torch.linalg.lstsq(*sides, driver="gelsd").solution.transpose(-1, -2)
+    sides = ((rows @ root).transpose(-1, -2).cpu() for rows in (given, wanted))  # which alone has this driver
+    return torch.linalg.lstsq(*sides, driver="gelsd").solution.transpose(-1, -2).to(given.device)

@@ -91,7 +91,7 @@ class ToDHA:
         felt = torch.einsum("icd,jde->ijce", side.felt[group], rows @ side.root)  # F_i^½ W_j M^½
         gram = torch.einsum("ijce,ikce->jk", felt, felt)
         want = torch.einsum("ijce,iice->j", felt, felt)
-        gram += 1e-9 * gram.diagonal().mean().clamp_min(1e-100) * torch.eye(len(group), dtype=gram.dtype)
+        gram += 1e-9 * gram.diagonal().mean().clamp_min(1e-100) * torch.eye(len(group)).to(gram)
         return torch.einsum("j,jcd->cd", torch.linalg.solve(gram, want), rows)
 
 

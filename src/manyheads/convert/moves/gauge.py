@@ -72,7 +72,8 @@ def gauge(
         moment = stats.keys if slots == "fitted" else stats.plain
     spread = torch.einsum("pgd,de,phe->pgh", rows, moment.to(k.dtype), rows.conj())
     values, vectors = _principal(root[:, :, None] * spread * root[:, None, :], slots)
-    angle = torch.arange(stats.distance.shape[1], dtype=torch.float64)[:, None] * pairs.theta
+    distances = torch.arange(stats.distance.shape[1], dtype=torch.float64, device=pairs.theta.device)
+    angle = distances[:, None] * pairs.theta
     turn = torch.polar(torch.ones_like(angle), -angle)
     mean = (stats.distance.to(turn.dtype) @ turn).view(layout.kv, each, -1)[heads]
     turns = torch.where(pairs.index < 0, 0.0, pairs.gain**2)
@@ -94,6 +95,7 @@ def _folded(x: Tensor, fold: int) -> Tensor:
 def _principal(spread: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
     """Sizes and directions, largest first; heads by themselves are no directions to look for."""
     if slots == "heads":
-        return spread.diagonal(dim1=1, dim2=2).real, torch.eye(spread.shape[1], dtype=spread.dtype).expand_as(spread)
+        one = torch.eye(spread.shape[1], dtype=spread.dtype, device=spread.device)
+        return spread.diagonal(dim1=1, dim2=2).real, one.expand_as(spread)
     values, vectors = torch.linalg.eigh(spread.real if slots == "rorope" else spread)
     return values.flip(-1), vectors.flip(-1).to(spread.dtype)

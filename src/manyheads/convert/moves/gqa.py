@@ -107,14 +107,15 @@ class ToGQA:
     def _fresh(self, rows: Tensor, generator: torch.Generator) -> Tensor:
         """New heads, as large as the old ones and the same in every run; without biases."""
         new = rows.new_zeros(self.kv_heads, *rows.shape[1:])
-        new[..., :-1] = torch.randn(new[..., :-1].shape, generator=generator, dtype=rows.dtype) * rows[..., :-1].std()
+        drawn = torch.randn(new[..., :-1].shape, generator=generator, dtype=rows.dtype).to(rows.device)
+        new[..., :-1] = drawn * rows[..., :-1].std()
         return new
 
     def _moment(self, stats: AttentionStats, fitted: Tensor) -> Tensor:
         """Of the inputs, as the way of merging sees them."""
         if self.how == "fitted":
             return fitted
-        return stats.plain if self.basis == "activations" else torch.eye(len(stats.plain), dtype=stats.plain.dtype)
+        return stats.plain if self.basis == "activations" else torch.eye(len(stats.plain)).to(stats.plain)
 
     def _merge_keys(
         self, attention: SeamAttention, stats: AttentionStats, k: Tensor, q: Tensor
@@ -154,7 +155,7 @@ class ToGQA:
         """One value head a group: the best rank-v map of its heads' values, in the output's metric if fitted."""
         layout = attention.layout
         members, each, width = layout.kv // self.kv_heads, layout.q // layout.kv, layout.v_width
-        outers = torch.eye(width, dtype=v.dtype).expand(layout.kv, -1, -1)
+        outers = torch.eye(width).to(v).expand(layout.kv, -1, -1)
         if self.how == "fitted":
             outers = felt_values(attention, stats, o)
         moment = self._moment(stats, stats.rows)

@@ -69,8 +69,8 @@ def _problem(
     rows = torch.cat([content.flatten(0, 1), linear_rows(cast(GQAProject, attention.project).v_proj)])
     if how.factor == "fitted":
         return rows, _felt(attention, stats), stats.rows
-    moment = stats.plain if how.factor == "activations" else torch.eye(rows.shape[1], dtype=torch.float64)
-    outer = torch.ones(len(rows), dtype=torch.float64)
+    moment = stats.plain if how.factor == "activations" else torch.eye(rows.shape[1]).to(rows)
+    outer = rows.new_ones(len(rows))
     if how.balance:
         size = torch.einsum("rd,de,re->r", rows, moment, rows).clamp_min(0).sqrt()
         keys, values = (size[half].mean() for half in _halves(attention))

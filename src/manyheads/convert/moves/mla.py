@@ -202,7 +202,7 @@ class ToMLA:
 
     def _content(self, attention: SeamAttention, slots: Gauge, components: Tensor) -> Tensor:
         """Key heads without what goes on turning, complex rows `[G, P, D + 1]`."""
-        still = torch.ones(components.shape[:2], dtype=components.dtype)
+        still = components.new_ones(components.shape[:2])
         for pair, slot in self.turning:
             still[pair // slots.fold, slot] = 0
         left = torch.einsum("pgs,ps,psd->pgd", slots.mix, still, components)

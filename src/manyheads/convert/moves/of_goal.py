@@ -128,8 +128,8 @@ def adjusted_heads(layers: Layers, goal: Goal, survey: Path) -> list[tuple[int, 
     width = 1
     for index in range(len(layers.config.specs)):
         with layers.open(index) as layer:
-            attention = attention_of(layer, layers.config)
-            scatters += [tree.scatter for tree in trees_of(attention, surveyed(survey, index)[0])]
+            attention, (stats, _) = attention_of(layer, layers.config), surveyed(survey, index, layers.devices[index])
+            scatters += [tree.scatter for tree in trees_of(attention, stats)]
             width = attention.layout.qk_width
     counts = allot(scatters, goal.floats // width * len(layers.config.specs))
     return list(zip(counts[::2], counts[1::2], strict=True))
@@ -147,7 +147,7 @@ def adjusted_ranks(layers: Layers, goal: Goal, survey: Path, damage: Tensor) -> 
     limits: list[tuple[int, ...]] = []
     for index in range(count):
         with layers.open(index) as layer:
-            attention, (stats, _) = attention_of(layer, layers.config), surveyed(survey, index)
+            attention, (stats, _) = attention_of(layer, layers.config), surveyed(survey, index, layers.devices[index])
             move = next(m for m in moves_of(goal, attention, stats, damage) if isinstance(m, ToMLA))
             found.append(move.spectra(attention, stats))
             limits.append(move.ranks(attention))

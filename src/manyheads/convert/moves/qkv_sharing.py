@@ -70,7 +70,7 @@ class ToTied:
         new.load_state_dict(kept, strict=False)
         made = cast(QKVSharingProject, new.project)
         k, v = (linear_rows(linear).view(layout.kv, width, -1) for linear in (project.k_proj, project.v_proj))
-        maps, rest = torch.eye(width, dtype=k.dtype).expand(layout.kv, -1, -1), k.new_zeros(layout.kv, width)
+        maps, rest = torch.eye(width).to(k).expand(layout.kv, -1, -1), k.new_zeros(layout.kv, width)
         if self.how == "fitted":
             maps, rest = _regression(k, v, stats.rows, constant=made.o_proj.bias is not None)
         set_rows(made.q_proj, linear_rows(project.q_proj) * (layout.scale / new.layout.scale))

@@ -100,7 +100,7 @@ class ToRetrieval:
         kept = sorted(self.kept)
         heads = len(kept) or layout.q
         new = SeamAttention(spec, layout.dim, heads, site=attention.site, dropout=attention.dropout if kept else 0.0)
-        new = new.to(project.o_proj.weight.dtype).eval()
+        new = new.to(project.o_proj.weight).eval()
         if len(kept) == layout.q:
             new.load_state_dict(attention.state_dict())
             return new

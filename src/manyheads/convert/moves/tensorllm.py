@@ -71,7 +71,7 @@ def tensorise(tensor: Tensor, ranks: tuple[int, int, int], sweeps: int = 100) ->
         if len(errors) > 1 and errors[-2] - errors[-1] <= TOLERANCE * errors[-2]:
             break
         for mode in range(3) if len(errors) <= sweeps else ():
-            others = [torch.eye(len(f), dtype=f.dtype) if n == mode else f for n, f in enumerate(factors)]
+            others = [torch.eye(len(f)).to(f) if n == mode else f for n, f in enumerate(factors)]
             seen = torch.einsum("xyzh,xa,yb,zc->abch", tensor, *others)
             factors[mode] = _leading(seen, mode, widths[mode])
     return Tensorised(core, (factors[0], factors[1], factors[2]), tuple(errors))

@@ -28,7 +28,7 @@ from manyheads.attention.project.typed_mla import TypedLatentProject, TypedMLA
 from manyheads.convert.methods import Latent
 from manyheads.convert.moves.common import like
 from manyheads.convert.moves.mla import ToMLA
-from manyheads.convert.stats import AttentionStats, Pairs
+from manyheads.convert.stats import AttentionStats, Pairs, positions_of
 from manyheads.core.mask import Axis
 from manyheads.core.part import OptionError
 from manyheads.core.spec import Spec
@@ -114,11 +114,11 @@ def rotation_kl(
     project, layout, pairs = cast(GQAProject, attention.project), attention.layout, Pairs.of(attention)
     (n, t, _), each = x.shape, layout.q // layout.kv
     turning = int((pairs.index >= 0).sum())
-    positions = torch.arange(t).expand(n, -1) if positions is None else positions
-    valid = torch.ones(n, t, dtype=torch.bool) if valid is None else valid
+    positions = positions_of(x, positions)
+    valid = torch.ones(n, t, dtype=torch.bool, device=x.device) if valid is None else valid
     whole = Axis(t, 0, device=x.device)
     seen = attention._mask(attention._flow(x[:1], whole, None, None, None, None), whole, whole, None).tile()[0, 0]
-    total = torch.zeros(layout.kv, turning, dtype=torch.float64)
+    total = torch.zeros(layout.kv, turning, dtype=torch.float64, device=x.device)
     for row, window in enumerate(x):
         axis = Axis(t, 0, positions[row : row + 1], device=x.device)
         q = project.q_proj(window).unflatten(-1, (layout.q, -1)).transpose(0, 1) * layout.scale

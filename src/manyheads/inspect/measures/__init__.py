@@ -28,7 +28,7 @@ from manyheads.inspect.measures.grid import (
     removals,
     special_mass,
 )
-from manyheads.inspect.measures.importance import ablation, importance, least_important, next_token_loss
+from manyheads.inspect.measures.importance import Moved, ablation, importance, least_important, next_token_loss
 from manyheads.inspect.measures.maps import (
     Behind,
     First,
@@ -101,18 +101,18 @@ from manyheads.inspect.measures.weights import (
 )
 
 __all__ = [
-    "Behind", "FewHeads", "First", "Gaze", "Grid", "HeadTable", "Matching", "Measure", "Needles", "PairFeatures",
-    "Pattern", "Patterns", "Probe", "Retrieval", "Spectra", "Spectrum", "Trajectory", "VisualHeads", "ablation",
-    "agreement", "amplitudes", "box", "cell_masks", "cka", "clusters", "confidence", "correlation", "cross_layers",
-    "cross_maps", "curvature", "deletion", "depth", "direction", "discoveries", "distance", "distance_profile",
-    "distance_spread", "duplicate_token", "effective_rank", "entropy", "explained", "far", "few_heads", "fit_probe",
-    "gaze", "gradient_saliency", "head_weights", "hop_profile", "importance", "induction", "js_divergence",
-    "knock_out", "landscape", "layer_test", "least_important", "local_mass", "marchenko_pastur", "mas", "masses",
-    "matched", "mean_hop", "mean_map", "measure", "near_mass", "needle_recall", "needles", "next_token_loss", "offset",
-    "on_tokens", "ordinals", "output_size", "pair_features", "panels", "patterns", "perturbation", "position_bias",
-    "position_variance", "previous_token", "qk_rank", "ranks", "relevance", "removals", "repeated", "retrieval",
-    "retrieval_heads", "sahara", "same_sentence", "same_token", "self_mass", "ships", "singular_values",
-    "sink_channels", "sink_mass", "sink_values", "sinks", "special_mass", "spectra", "stable_rank", "stands_out",
-    "subspace_angle", "successor", "switched_off", "to_frames", "trajectory", "truncation", "unembedding",
-    "visual_heads", "weight_importance",
+    "Behind", "FewHeads", "First", "Gaze", "Grid", "HeadTable", "Matching", "Measure", "Moved", "Needles",
+    "PairFeatures", "Pattern", "Patterns", "Probe", "Retrieval", "Spectra", "Spectrum", "Trajectory", "VisualHeads",
+    "ablation", "agreement", "amplitudes", "box", "cell_masks", "cka", "clusters", "confidence", "correlation",
+    "cross_layers", "cross_maps", "curvature", "deletion", "depth", "direction", "discoveries", "distance",
+    "distance_profile", "distance_spread", "duplicate_token", "effective_rank", "entropy", "explained", "far",
+    "few_heads", "fit_probe", "gaze", "gradient_saliency", "head_weights", "hop_profile", "importance", "induction",
+    "js_divergence", "knock_out", "landscape", "layer_test", "least_important", "local_mass", "marchenko_pastur",
+    "mas", "masses", "matched", "mean_hop", "mean_map", "measure", "near_mass", "needle_recall", "needles",
+    "next_token_loss", "offset", "on_tokens", "ordinals", "output_size", "pair_features", "panels", "patterns",
+    "perturbation", "position_bias", "position_variance", "previous_token", "qk_rank", "ranks", "relevance",
+    "removals", "repeated", "retrieval", "retrieval_heads", "sahara", "same_sentence", "same_token", "self_mass",
+    "ships", "singular_values", "sink_channels", "sink_mass", "sink_values", "sinks", "special_mass", "spectra",
+    "stable_rank", "stands_out", "subspace_angle", "successor", "switched_off", "to_frames", "trajectory",
+    "truncation", "unembedding", "visual_heads", "weight_importance",
 ]  # fmt: skip

@@ -25,13 +25,48 @@ def next_token_loss(output: Any, inputs: Any) -> Tensor:
     if ids is None:
         raise ValueError("the loss of next tokens needs token ids; give a loss of your own")
     logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"a {type(output).__name__} has no logits to have a loss of; give a loss")
     if logits.shape[:2] != ids.shape:
         raise ValueError(f"logits {[*logits.shape]} are not about the next of {[*ids.shape]} tokens; give a loss")
     wide = logits[:, :-1].transpose(1, 2).to(torch.promote_types(logits.dtype, torch.float32))
     loss = F.cross_entropy(wide, ids[:, 1:], reduction="none")
-    mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
-    real = torch.ones_like(loss) if mask is None else (mask[:, 1:] * mask[:, :-1]).to(loss)
-    return (loss * real).sum(1) / real.sum(1).clamp_min(1)
+    mask = _mask(inputs)
+    return _mean(loss, None if mask is None else mask[:, 1:] * mask[:, :-1])
+
+
+class Moved:
+    """A loss of batches: how far predictions have moved from what the model says of them now, KL(p ‖ p̂) a token.
+
+    It tells smaller differences apart than the loss of next tokens does, which moves both ways. A batch is known by the
+    object that it is. For each token of it, two bytes are kept for each word of the vocabulary.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs | Sequence[Inputs]) -> None:
+        self.own: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for batch in batches_of(inputs):
+                self.own[id(batch)] = _logs(run(model, batch)).half()
+
+    def __call__(self, output: Any, inputs: Any) -> Tensor:
+        logs = _logs(output)
+        own = self.own[id(inputs)].to(logs)
+        return _mean((own.exp() * (own - logs)).sum(-1), _mask(inputs))
+
+
+def _logs(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _mask(inputs: Any) -> Tensor | None:
+    return inputs.get("attention_mask") if isinstance(inputs, dict) else None
+
+
+def _mean(each: Tensor, mask: Tensor | None) -> Tensor:
+    """Of each sequence, over its tokens `[B, T]` that are no padding."""
+    real = torch.ones_like(each) if mask is None else mask.to(each)
+    return (each * real).sum(1) / real.sum(1).clamp_min(1)
 
 
 class _Gate(Tap):

@@ -69,7 +69,7 @@ def cka(model: nn.Module, inputs: Inputs | Sequence[Inputs], layers: int | list[
         for batch in batches_of(inputs):
             run(model, batch)
     rows = {}
-    for layer in some:
+    for layer in (layer for layer in some if layer.number in sums):
         products, total, count = sums[layer.number]
         centred = products - total[:, None] * total / count
         blocks = centred.unflatten(0, (layer.heads, -1)).unflatten(2, (layer.heads, -1)).transpose(1, 2)  # a, b, d, d
