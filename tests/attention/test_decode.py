@@ -21,6 +21,7 @@ SIZED = {
     "cog-attention": "cog-attention(soft_ends=false)",
     "moh": "moh(top=6)",
     "longheads": "longheads(chunk=32, chunks=4)",
+    "qada": "qada(window=64)",
     "softmax": "softmax(cap=30.0)",
     "window": "window(128)",
 }

@@ -97,9 +97,15 @@ class Chosen:
 
 
 def of_heads(call: Call, slots: Sequence[int], of: int) -> Call:
-    """The call of the query heads of some key heads, of `of` (which the call may have merged into one)."""
-    each = call.q.shape[1] // of
-    heads = [slot * each + h for slot in slots for h in range(each)]
+    """The call of the query heads of some key heads, of `of` (which the call may have merged into one).
+
+    Key heads side by side are read where they lie.
+    """
+    each, first = call.q.shape[1] // of, slots[0]
+    rows: slice | list[int] = list(slots)
+    heads: slice | list[int] = [slot * each + h for slot in slots for h in range(each)]
+    if [*slots] == [*range(first, first + len(slots))]:
+        rows, heads = slice(first, first + len(slots)), slice(first * each, (first + len(slots)) * each)
 
     def pick(x: Tensor) -> Tensor:
         return x if x.shape[1] == 1 else x[:, heads]
@@ -107,7 +113,7 @@ def of_heads(call: Call, slots: Sequence[int], of: int) -> Call:
     def only(rule: Rule) -> Rule:
         return rule if rule is causal else lambda q, k: pick(rule(q, k))
 
-    k, v = (x if x.shape[1] == 1 else x[:, list(slots)] for x in (call.k, call.v))
+    k, v = (x if x.shape[1] == 1 else x[:, rows] for x in (call.k, call.v))
     mask = replace(call.mask, rules=tuple(map(only, call.mask.rules)))
     bias = call.bias
     return replace(

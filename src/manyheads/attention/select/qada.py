@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import ClassVar, Literal
 
 import torch
@@ -113,14 +114,10 @@ class QAdASelect(Piece):
             return [self._masked(call, self.decide(call))]
         near = gathered(replace(call, mask=call.mask & self.near), self._near_rows(call))
         local = moments.local(_lse_of(near), call.q[:, :, 0].to(moments.mean), call.scale, self.options.least)
-        return self._apart(call, near, local, flow)
+        return self._apart(call, near, local)
 
     def join(self, outs: list[Out], flow: Flow) -> Out:
-        if len(outs) == 1:
-            return outs[0]
-        order = flow.memo["qada"]
-        o = torch.cat([out.o for out in outs], 1).unflatten(1, (len(order), -1))
-        return Out(o[:, sorted(range(len(order)), key=order.__getitem__)].flatten(1, 2))
+        return outs[0] if len(outs) == 1 else Out(torch.cat([out.o for out in outs], 1))
 
     @torch.no_grad()
     def decide(self, call: Call) -> Tensor:
@@ -156,7 +153,7 @@ class QAdASelect(Piece):
 
         return replace(call, mask=call.mask & near_or_far)
 
-    def _apart(self, call: Call, near: Call, local: Tensor, flow: Flow) -> list[Call]:
+    def _apart(self, call: Call, near: Call, local: Tensor) -> list[Call]:
         """Key heads that some query head needs whole, and the near keys of the others; `local` `[B, H]`."""
         slots = call.k.shape[1]
         by_slot = local.unflatten(1, (slots, -1))
@@ -168,9 +165,8 @@ class QAdASelect(Piece):
         whole = self._masked(call, local[..., None]) if mixed else call
         if not any(kinds):
             return [whole]
-        looking, reading = ([slot for slot, kind in enumerate(kinds) if kind is which] for which in (False, True))
-        flow.memo["qada"] = looking + reading
-        return [of_heads(whole, looking, slots), of_heads(near, reading, slots)]
+        runs = groupby(range(slots), kinds.__getitem__)  # side by side, so that their rows need no copy
+        return [of_heads(near if kind else whole, [*run], slots) for kind, run in runs]
 
     def _near_rows(self, call: Call) -> Tensor:
         """The rows of near keys of one query, `[B, G, 1, N]`, -1 for none."""
