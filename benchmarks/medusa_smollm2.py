@@ -170,7 +170,7 @@ def main() -> None:
     if options.drafters:
         for folder in options.drafters:
             drafter = decode.load(folder, model, tokenizer)
-            drafters[drafter.kind], how = drafter, json.loads((folder / "config.json").read_text())["training"]
+            drafters[drafter.kind], how = drafter, json.loads((folder / "drafter.json").read_text())["training"]
             made[drafter.kind] = (
                 f"{how['texts']} texts of {how['length']} tokens, {how['steps']} steps of {how['batch']}"
             )

@@ -450,13 +450,6 @@ def test_layer_5_of_smollm2_reads_layer_0_at_less_than_a_layer_reads_the_one_bel
 
 
 @pytest.mark.slow
-def test_the_pair_that_measured_damage_finds_is_among_the_least_harmful(smollm2, damage, lowest_tenth):
-    of, seen, _ = smollm2
-    (pair,) = least_damage(of, seen(4, 64), 1).shared
-    assert damage(*pair[:2]) <= lowest_tenth
-
-
-@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="measured: 27 reads 11 at 0.115 nats, where the lowest tenth ends at 0.066")
 def test_the_pair_that_kvsharer_finds_is_among_the_least_harmful(smollm2, damage, lowest_tenth):
     """Distance is no damage: the authors' own rule, which asks only that the last hidden states stay alike."""
