@@ -11,7 +11,7 @@ import datetime
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from manyheads.bench.timing import machine
 from manyheads.convert.account import account
 from manyheads.convert.adopt import FAMILIES, AdoptError, adopted_config, family_of
 from manyheads.convert.corpus import FileWindows, Text
-from manyheads.convert.devices import Device, DeviceMap, peak_memory
+from manyheads.convert.devices import DeviceMap, Devices, peak_memory
 from manyheads.convert.distil import Distil, check, distil
 from manyheads.convert.export.atomic import new_folder
 from manyheads.convert.heal import LayerwiseHeal
@@ -57,7 +57,6 @@ from manyheads.stack.pretrained import ManyheadsConfig
 
 Progress = Callable[[str, int, int], object]
 """Called with (stage, steps done, steps in all)."""
-Devices = Device | Path | Sequence[Device] | Mapping[str, Device] | Mapping[int, Device] | None
 
 PROMPT = "Water boils at a lower temperature in the mountains because"
 CALIBRATION = (16, 1024)
@@ -85,7 +84,7 @@ def shrink_model(
     evaluation: tuple[int, int] = EVALUATION,
     stages: bool = False,
     stream: bool = False,
-    device_map: Devices = None,
+    device_map: Devices | None = None,
     seed: int = 0,
     progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from manyheads.convert.ranks import ALONE, Ranks
 from manyheads.core.part import OptionError
 
 Device = str | int | torch.device
+Devices = Device | Path | Sequence[Device] | Mapping[str, Device] | Mapping[int, Device]
 CPU = torch.device("cpu")
 
 
@@ -25,9 +26,7 @@ class DeviceMap:
     named: Mapping[str, torch.device] = field(default_factory=dict)
 
     @classmethod
-    def read(
-        cls, given: Device | Path | Sequence[Device] | Mapping[str, Device] | Mapping[int, Device], ranks: Ranks = ALONE
-    ) -> DeviceMap:
+    def read(cls, given: Devices, ranks: Ranks = ALONE) -> DeviceMap:
         """A map from what a user gives.
 
         Args:

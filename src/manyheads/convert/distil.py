@@ -30,6 +30,7 @@ from manyheads.convert.place import Alone, here
 from manyheads.convert.ranks import Ranks
 from manyheads.convert.relations import Relations
 from manyheads.convert.resume import check_resume
+from manyheads.convert.text import max_positions
 from manyheads.convert.training import load_state, rate, readable, save_state, step_seed, unbroken
 from manyheads.core.part import OptionError
 from manyheads.stack.pretrained import ManyheadsForCausalLM
@@ -165,7 +166,7 @@ def check(student: PreTrainedModel, teacher: PreTrainedModel, options: Distil) -
         raise ValueError(f"the student predicts {ours:,} tokens, the teacher {theirs:,}; they need one vocabulary")
     length = options.batch[1]
     for who, model in (("student", student), ("teacher", teacher)):
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = max_positions(model.config)
         if limit is not None and length > limit:
             raise ValueError(f"windows of {length} tokens are longer than the {who}'s {limit} positions")
     world = Ranks.here().world
@@ -190,9 +191,7 @@ def check(student: PreTrainedModel, teacher: PreTrainedModel, options: Distil) -
 
 
 def _fast(device: torch.device, asked: bool | None) -> bool:
-    if asked is not None:
-        return asked
-    return fast_in_half(device)
+    return fast_in_half(device) if asked is None else asked
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from manyheads.convert.quiet import quiet
+from manyheads.convert.text import max_positions
 
 _ROWS = 256  # positions whose logits exist at once
 Progress = Callable[[int, int], object]  # (windows done, windows in all)
@@ -248,8 +249,7 @@ def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
 def _check(model: PreTrainedModel, windows: Tensor) -> None:
     if windows.ndim != 2 or windows.shape[1] < 2 or not len(windows):
         raise ValueError(f"windows must be [count, length >= 2], not {list(windows.shape)}")
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+    config, limit = model.config.get_text_config(), max_positions(model.config)
     if limit is not None and windows.shape[1] > limit:
         raise ValueError(f"windows of {windows.shape[1]} tokens are longer than the model's {limit} positions")
     if (largest := int(windows.max())) >= config.vocab_size:

@@ -71,17 +71,15 @@ class Axis:
 
     def to(self, device: torch.device) -> Axis:
         """The same axis on a device."""
-        parts = (self.given_position, self.given_time, self.segment, self.valid, self.rows)
-        return Axis(self.length, self.start, *(None if t is None else t.to(device) for t in parts), device=device)
+        return self._each(lambda t: t.to(device), device)
 
     def batch(self, change: Callable[[Tensor], Tensor]) -> Axis:
         """The axis after a change of the batch (reorder, repeat, select) of whatever differs between sequences."""
+        return self._each(lambda t: t if len(t) == 1 else change(t), self.device)
 
-        def each(t: Tensor | None) -> Tensor | None:
-            return t if t is None or len(t) == 1 else change(t)
-
-        parts = (each(t) for t in (self.given_position, self.given_time, self.segment, self.valid, self.rows))
-        return Axis(self.length, self.start, *parts, device=self.device)
+    def _each(self, change: Callable[[Tensor], Tensor], device: torch.device | None) -> Axis:
+        parts = (self.given_position, self.given_time, self.segment, self.valid, self.rows)
+        return Axis(self.length, self.start, *(None if t is None else change(t) for t in parts), device=device)
 
     def __getitem__(self, cut: slice) -> Axis:
         first, last, _ = cut.indices(self.length)

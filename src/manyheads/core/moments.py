@@ -17,6 +17,14 @@ def gaussian_lse(n: Tensor | float, mean: Tensor, variance: Tensor) -> Tensor:
     return torch.as_tensor(n, dtype=mean.dtype, device=mean.device).log() + mean + variance / 2
 
 
+def predicted_lse(scores: Tensor, far: Tensor) -> Tensor:
+    """What the moments of the `far` scores among `[..., S]` predict for their log-sum-exp, `[...]`."""
+    n, kept = far.sum(-1), scores.masked_fill(~far, 0.0)
+    mean = kept.sum(-1) / n.clamp_min(1)
+    spread = (kept - mean[..., None]).masked_fill(~far, 0.0).square().sum(-1) / n.clamp_min(1)
+    return gaussian_lse(n, mean, spread)
+
+
 def enough(near: Tensor, far: Tensor, least: float) -> Tensor:
     """Whether the share of e^near in e^near + e^far is `least` or more, bool; 0: always, 1: never."""
     if not 0 < least < 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from manyheads.core.key import key_of
 from manyheads.core.kinds import Kinds, Named
 from manyheads.multi.pool import pooled
+from manyheads.multi.tree import named
 
 Share = Callable[[Tensor, list[str]], dict[str, Tensor]]
 """What heads share up to here, for each of these heads: the place where a balance lets their gradients meet."""
@@ -28,7 +29,7 @@ class Between(Named):
     taps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "taps", (self.taps,) if isinstance(self.taps, str) else tuple(self.taps))
+        object.__setattr__(self, "taps", tuple(named(self.taps)))
 
     def build(self, widths: Sequence[int], names: Sequence[str]) -> Views:
         """The module, for features of these widths, one a tap, and heads of these names."""

@@ -19,7 +19,7 @@ from manyheads.core.flow import Flow
 from manyheads.core.kernel import Call, Out
 from manyheads.core.kernels.tiled import TILE_BYTES
 from manyheads.core.mask import Axis, causal
-from manyheads.core.moments import KeyMoments, enough, gaussian_lse
+from manyheads.core.moments import KeyMoments, enough, gaussian_lse, predicted_lse
 from manyheads.core.part import Heads, OptionError, Part, Piece, Site
 from manyheads.core.registry import register
 
@@ -131,17 +131,17 @@ class QAdASelect(Piece):
             rows = slice(at, min(at + step, t))
             tile, scores = q[:, :, rows], q[:, :, rows] @ k.mT
             visible, near = call.mask.tile(rows), self.near(call.mask.q[rows], call.mask.k)
-            far = (visible & ~near).to(wide)
-            n = far.sum(-1)
-            share = far / n.clamp_min(1)[..., None]
-            mean = (share * scores).sum(-1)
+            far = visible & ~near
             if self.diagonal:
+                n = far.sum(-1)
+                share = far.to(wide) / n.clamp_min(1)[..., None]
                 centre = share @ k
                 spread = (tile.square() * (share @ k.square() - centre.square())).sum(-1)
+                there = gaussian_lse(n, (share * scores).sum(-1), spread)
             else:
-                spread = (share * (scores - mean[..., None]).square()).sum(-1)
+                there = predicted_lse(scores, far)
             here = scores.masked_fill(~(visible & near), -torch.inf).logsumexp(-1)
-            found.append(enough(here, gaussian_lse(n, mean, spread), self.options.least))
+            found.append(enough(here, there, self.options.least))
         return torch.cat(found, 2)
 
     def _masked(self, call: Call, local: Tensor) -> Call:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manyheads.core.mask import Axis
-from manyheads.core.moments import KeyMoments, gaussian_lse
+from manyheads.core.moments import KeyMoments, predicted_lse
 from manyheads.inspect.look import Look
 from manyheads.inspect.measures.maps import Behind, First
 
@@ -61,11 +61,7 @@ def predicted_share(look: Look, first: int = 4, window: int = 128) -> Tensor:
     for tile in look.tiles():
         within = near(look.axis[tile.rows], look.mask.k)
         far = tile.visible & ~within
-        n = far.sum(-1)
-        scores = tile.scores.masked_fill(~far, 0.0)
-        mean = scores.sum(-1) / n.clamp_min(1)
-        spread = (scores - mean[..., None]).masked_fill(~far, 0.0).square().sum(-1) / n.clamp_min(1)
-        there = gaussian_lse(n, mean, spread)
+        there = predicted_lse(tile.scores, far)
         here = tile.scores.masked_fill(~(tile.visible & within), -torch.inf).logsumexp(-1)
         found.append((here - there).sigmoid())
     return torch.cat(found, 2)
